@@ -37,8 +37,7 @@ Backend::Backend(std::uint32_t multiprocessors) : multiprocessors_(multiprocesso
   load_select_blocks_kernels();
   load_signal_kernels();
   load_top_k_kernels();
-  load_top_p_kernels();
-  longest_top_p_ = load_top_p_cluster_kernels();
+  longest_top_p_ = load_top_p_kernels();
   longest_top_k_ = load_top_k_cluster_kernels();
 }
 

@@ -54,7 +54,7 @@ class Backend final : public sluice::Backend {
  private:
   std::uint32_t multiprocessors_;
   bool warpgroups_ = false;  ///< the device has the prefill kernels for Hopper
-  std::uint32_t longest_top_p_ = 0;  ///< row of top_p that thread block clusters hold
+  std::uint32_t longest_top_p_ = 0;  ///< row of top_p that is held on chip
   std::uint32_t longest_top_k_ = 0;
 };
 

@@ -24,27 +24,31 @@ cudaStream_t handle(void* stream) { return static_cast<cudaStream_t>(stream); }
 /// Thread block i of a launch is of job job_of(i), counted from `jobs`.
 template <class JobOf>
 void launch_jobs(const ForwardMemory& memory, const ForwardScratch& scratch, const AttendVariant& variant,
-                 const AttendJob* jobs, std::uint32_t blocks, const JobOf& job_of, cudaStream_t stream) {
+                 const AttendJob* jobs, std::uint32_t blocks, const JobOf& job_of, const ForwardAsk& ask,
+                 cudaStream_t stream) {
   AttendArgs args{.jobs = jobs,
                   .partials = scratch.partials,
                   .counters = scratch.counters,
                   .partial_count = blocks,
                   .score_scale = memory.shape.score_scale(),
-                  .softcap = memory.shape.softcap};
+                  .softcap = memory.shape.softcap,
+                  .ask = ask};
   for (std::uint32_t i = 0; i < blocks; ++i) args.job_of[i] = static_cast<std::uint16_t>(job_of(i));
   launch_attend(variant, args, blocks, stream);
 }
 
-/// Jobs of one kind, as many launches as it takes; before each `launch_before(first, last)` of these.
+/// Jobs of one kind, as many launches as it takes, of which the first asks; before each `launch_before(first, last)` of
+/// these.
 template <class LaunchBefore>
 void launch_in_turns(const ForwardMemory& memory, const ForwardScratch& scratch, const AttendVariant& variant,
-                     const AttendJob* jobs, std::uint32_t slices, std::uint32_t at_once, cudaStream_t stream,
-                     const LaunchBefore& launch_before) {
+                     const AttendJob* jobs, std::uint32_t slices, std::uint32_t at_once, const ForwardAsk& ask,
+                     cudaStream_t stream, const LaunchBefore& launch_before) {
   for (std::uint32_t done = 0; done < scratch.job_count; done += at_once) {
     const std::uint32_t some = std::min(at_once, scratch.job_count - done);
     launch_before(done, done + some);
     launch_jobs(
-        memory, scratch, variant, jobs + done, some * slices, [&](std::uint32_t i) { return i / slices; }, stream);
+        memory, scratch, variant, jobs + done, some * slices, [&](std::uint32_t i) { return i / slices; },
+        done == 0 ? ask : ForwardAsk{}, stream);
   }
 }
 
@@ -60,8 +64,7 @@ ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors)
   split_ = load_forward_split_kernels();
   load_prefill_kernels();
   load_select_blocks_kernels();
-  load_top_p_kernels();
-  longest_top_p_ = load_top_p_cluster_kernels();
+  longest_top_p_ = load_top_p_kernels();
   longest_top_k_ = load_top_k_cluster_kernels();
   load_top_k_kernels();
   load_score_kernels();
@@ -141,10 +144,10 @@ void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer
         [&](std::uint32_t i) {
           return i < near ? i / scratch.slices : scratch.job_count + (i - near) / scratch.fetch_slices;
         },
-        handle(layer.stream));
+        ask_of(memory, layer.layer), handle(layer.stream));
   } else {
     launch_in_turns(memory, scratch, variant_of(memory), scratch.jobs, scratch.slices, scratch.jobs_at_once,
-                    handle(layer.stream), [](std::uint32_t, std::uint32_t) {});
+                    ask_of(memory, layer.layer), handle(layer.stream), [](std::uint32_t, std::uint32_t) {});
   }
   if (memory.drafts != 1) launch_forward_edge(memory, layer);
 }
@@ -166,7 +169,7 @@ void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer)
                            static_cast<std::uint32_t>(div_up(last, scratch.head_blocks)));
   };
   launch_in_turns(memory, scratch, fetch_variant(memory), scratch.jobs + scratch.job_count, scratch.fetch_slices,
-                  scratch.fetches_at_once, handle(layer.stream), await_lists);
+                  scratch.fetches_at_once, {}, handle(layer.stream), await_lists);
 }
 
 void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {

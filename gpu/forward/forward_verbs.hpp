@@ -67,7 +67,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   int ordinal_;
   std::uint32_t multiprocessors_;
   ForwardSplitLimits split_{};
-  std::uint32_t longest_top_p_ = 0;  ///< row of top-p that thread block clusters hold
+  std::uint32_t longest_top_p_ = 0;  ///< row of top-p that is held on chip
   std::uint32_t longest_top_k_ = 0;
   bool warpgroups_;  ///< the device has the prefill kernels for Hopper
   StreamHandle sight_;  ///< of see_near

@@ -28,6 +28,13 @@ namespace sluice::gpu::detail {
 #endif
 }
 
+/// That a block was launched with.
+[[nodiscard]] __device__ inline std::uint32_t dynamic_shared_bytes() {
+  std::uint32_t bytes;
+  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+  return bytes;
+}
+
 /// All threads of all blocks; what they stored before it, they see after it.
 __device__ inline void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
@@ -74,10 +81,12 @@ __device__ inline void or_in_cluster(std::uint32_t address, std::uint32_t bits) 
 #endif
 }
 
-#if __CUDA_ARCH__ >= 900
 __device__ inline void add_in_cluster(std::uint32_t address, std::uint32_t value) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
+#else
+  asm volatile("red.relaxed.cta.shared.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 #endif
+}
 
 }  // namespace sluice::gpu::detail

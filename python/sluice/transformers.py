@@ -22,6 +22,7 @@ import transformers
 from transformers.masking_utils import AttentionMaskInterface
 
 from sluice._transformers_attention import attention, mask
+from sluice._transformers_balance import balance as balance
 from sluice._transformers_cache import LayerKind, SluiceCache, handed, not_attended
 from sluice._transformers_rows import Turn
 from sluice._transformers_support import (NAME, attention_shape, changing, choose_near, dense_tokens, install,

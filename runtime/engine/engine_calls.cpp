@@ -138,7 +138,7 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
   for (const Stage stage : scheduler::stages_of(bucket, m.promotions != 0, m.fetches())) {
     hand_over(stage, teams, stream);
     enqueue(stage, stage == Stage::append || stage == Stage::prefill ? m : teams, call);
-    if (stage == Stage::split && m.handover == Handover::host && m.asks()) verbs.signal(m, ++ticket, stream);
+    if (stage == Stage::attend && m.handover == Handover::host && m.asks()) verbs.signal(m, ++ticket, stream);
     stamp(stage);
   }
   if (layer.value + 1 == shape.layers) verbs.end(m, stream);

@@ -1,5 +1,7 @@
 #include "runtime/far/far_workers.hpp"
 
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <new>
 #include <system_error>
@@ -19,6 +21,12 @@ std::int64_t now_ns() noexcept {
 }
 
 constexpr std::chrono::microseconds kNap{20};
+
+/// How often the system has given this thread's core to others while it would have gone on.
+std::uint64_t times_taken() noexcept {
+  rusage usage{};
+  return getrusage(RUSAGE_THREAD, &usage) == 0 ? static_cast<std::uint64_t>(usage.ru_nivcsw) : 0;
+}
 
 }  // namespace
 
@@ -120,14 +128,30 @@ void FarWorkers::sleep(std::uint32_t thread, std::uint64_t seen, const std::stop
   asleep_.fetch_sub(1, std::memory_order_relaxed);
 }
 
+void FarWorkers::stand_aside(Presence& presence, const std::stop_token& stop) {
+  presence.stand_aside(Clock::now());
+  if (aside_.fetch_add(1, std::memory_order_relaxed) < active() / 2) {
+    std::mutex mutex;  // Of nobody else: what wakes the others is no reason to come back.
+    std::unique_lock lock(mutex);
+    std::condition_variable_any over;
+    (void)over.wait_until(lock, stop, presence.until(), [] { return false; });
+  }
+  aside_.fetch_sub(1, std::memory_order_relaxed);
+}
+
 void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
   // A forward that is not heard of for long is not waited for at full speed.
   constexpr std::chrono::milliseconds kSpin{2};
+  constexpr std::chrono::milliseconds kCount{1};
   std::uint64_t seen = look(memory_.mailbox->answer.answered);
   std::uint64_t learnt = 0;  // Nothing is left to be learnt from forwards up to this one.
   std::uint32_t pu = kNone;
   Clock::time_point heard = Clock::now();
-  while (!stop.stop_requested()) {
+  Clock::time_point counted = heard;
+  Presence presence(times_taken());
+  for (bool watched = false; !stop.stop_requested();) {
+    if (presence.unreliable()) stand_aside(presence, stop);
+    const bool watches = std::exchange(watched, false);
     const bool called = thread < active();
     const std::uint64_t asked = look(memory_.mailbox->question.asked);
     if (called && asked > seen) {
@@ -149,7 +173,10 @@ void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
       sleep(thread, seen, stop);
       move(thread, pu);
       heard = Clock::now();
-    } else if (spins() && Clock::now() - heard < kSpin) {
+    } else if (const auto now = Clock::now(); spins() && now - heard < kSpin) {
+      presence.look(now, watches);
+      if (now - counted > kCount) presence.taken(times_taken(), counted = now);
+      watched = true;
       for (int i = 0; i < 4; ++i) cpu::relax();
     } else {
       std::this_thread::sleep_for(kNap);

@@ -18,6 +18,7 @@
 #include "runtime/far/far_choice.hpp"
 #include "runtime/far/far_notes.hpp"
 #include "runtime/far/far_parts.hpp"
+#include "runtime/far/presence.hpp"
 #include "runtime/far/shares.hpp"
 #include "sluice/forward_memory.hpp"
 
@@ -71,6 +72,8 @@ class FarWorkers {
   [[nodiscard]] bool spins() const noexcept { return spins_.load(std::memory_order_relaxed); }
   /// The core that the threads leave to the caller, as of the newest plan; kNone if they need all there are.
   [[nodiscard]] std::uint32_t caller_place() noexcept;
+  /// Threads that answer nothing for a while, as others take their cores, see Presence: at most half of the active ones.
+  [[nodiscard]] std::uint32_t aside() const noexcept { return aside_.load(std::memory_order_relaxed); }
   /// Threads that sleep until they are woken, and how often they all have looked whether there is a reason to get up.
   [[nodiscard]] std::uint32_t asleep() const noexcept { return asleep_.load(std::memory_order_relaxed); }
   [[nodiscard]] std::uint64_t stirrings() const noexcept { return stirrings_.load(std::memory_order_relaxed); }
@@ -90,6 +93,8 @@ class FarWorkers {
     return thread != 0 && jobs_.any() && helping_.load(std::memory_order_relaxed) < most_helpers();
   }
   void help() noexcept;
+  /// The thread does nothing for a while, unless too many do so.
+  void stand_aside(Presence& presence, const std::stop_token& stop);
   /// Until there may be a question newer than `seen`.
   void sleep(std::uint32_t thread, std::uint64_t seen, const std::stop_token& stop);
   void answer(std::uint64_t asked, std::uint32_t thread, const std::stop_token& stop);
@@ -121,6 +126,7 @@ class FarWorkers {
   std::uint64_t generation_ = 0;  ///< of the share that is gone by
   std::atomic<std::uint32_t> active_{1};
   std::atomic<bool> spins_{false};
+  std::atomic<std::uint32_t> aside_{0};
   std::atomic<std::uint32_t> asleep_{0};
   std::atomic<std::uint64_t> stirrings_{0};
   std::atomic<std::uint64_t> expected_{0};

@@ -19,7 +19,7 @@ constexpr std::uint32_t kUntouchedWord = 0xa5a5'5a5au;
 }  // namespace
 
 TEST_CASE("top-p keeps the fewest that reach p, and all ties of the smallest", "[backend][top_p]") {
-  const auto count = GENERATE(0u, 1u, 2u, 31u, 32u, 33u, 1'000u, 8'192u, 60'001u, 131'072u, 131'073u, 300'001u, 524'289u);
+  const auto count = GENERATE(0u, 1u, 2u, 31u, 32u, 33u, 1'000u, 8'192u, 36'864u, 36'865u, 131'073u, 147'457u, 300'001u, 589'825u);
   const auto under_test = backend_under_test();
   Random random(count + 1);
   for (std::uint32_t round = 0; round < (count > 8'192 ? 6u : 40u); ++round) {
@@ -81,7 +81,7 @@ TEST_CASE("top-p of one heavy value keeps it, of equal values p of them, and p =
 
 TEST_CASE("top-p of soft-capped values weighs them capped, and orders them as they were", "[backend][top_p]") {
   const auto [count, softcap] =
-      GENERATE(grid(std::array{1u, 33u, 1'000u, 8'192u, 60'001u, 300'001u, 524'289u}, std::array{2.f, 30.f}));
+      GENERATE(grid(std::array{1u, 33u, 1'000u, 36'865u, 300'001u, 589'825u}, std::array{2.f, 30.f}));
   const auto under_test = backend_under_test();
   Random random(count + 3);
   std::vector<float> row(count);
@@ -120,7 +120,7 @@ TEST_CASE("top-p of soft-capped values weighs them capped, and orders them as th
 }
 
 TEST_CASE("what is attended anyway counts first and is not marked", "[backend][top_p]") {
-  const auto count = GENERATE(1u, 2u, 33u, 1'000u, 8'192u, 8'193u, 60'001u, 131'073u, 524'289u);
+  const auto count = GENERATE(1u, 2u, 33u, 1'000u, 8'193u, 36'864u, 36'865u, 131'073u, 589'825u);
   const auto under_test = backend_under_test();
   Random random(count + 7);
   for (std::uint32_t round = 0; round < (count > 8'192 ? 8u : 60u); ++round) {
@@ -148,7 +148,7 @@ TEST_CASE("what is attended anyway counts first and is not marked", "[backend][t
 }
 
 TEST_CASE("top-p keeps no more than it may, the best of them, and of equal ones all or none", "[backend][top_p]") {
-  const auto count = GENERATE(1u, 2u, 33u, 1'000u, 8'192u, 8'193u, 60'001u, 131'073u, 524'289u);
+  const auto count = GENERATE(1u, 2u, 33u, 1'000u, 8'193u, 36'864u, 36'865u, 131'073u, 589'825u);
   const auto under_test = backend_under_test();
   Random random(count + 17);
   std::uint32_t cut = 0;
@@ -177,7 +177,7 @@ TEST_CASE("top-p keeps no more than it may, the best of them, and of equal ones 
 }
 
 TEST_CASE("top-p beside what is attended anyway, case by case", "[backend][top_p]") {
-  const auto count = GENERATE(1'000u, 9'000u, 600'000u);  // One thread block, a cluster, a row that neither holds.
+  const auto count = GENERATE(1'000u, 39'000u, 600'000u);  // One thread block, a cluster, a row that neither holds.
   const auto under_test = backend_under_test();
   const std::uint32_t half = count / 2;
   const auto row_of = [&](float near, float far) {
@@ -237,6 +237,35 @@ TEST_CASE("top-p beside what is attended anyway, case by case", "[backend][top_p
   }
 }
 
+TEST_CASE("top-p of a row does not depend on the rows beside it", "[backend][top_p]") {
+  const auto under_test = backend_under_test();
+  Random random(23);
+  std::vector<TopPTask> tasks;
+  for (const std::uint32_t count : {7u, 8'210u, 0u, 36'864u, 140'000u, 36'865u, 1u, 70'000u}) {
+    std::vector<float> row(count);
+    for (float& x : row) x = static_cast<float>(3.0 * random.normal());
+    tasks.push_back({.values = under_test->copy_of(row),
+                     .p = 0.9f,
+                     .begin = count / 100,
+                     .mask = under_test->array((count + 31) / 32 + 1, kUntouchedWord).data(),
+                     .count = under_test->array(1, kUntouchedWord).data()});
+  }
+  const auto masks = [&] {
+    std::vector<std::vector<std::uint32_t>> all;
+    for (const TopPTask& task : tasks) all.emplace_back(task.mask, task.mask + (task.values.size() + 31) / 32 + 1);
+    return all;
+  };
+  under_test->backend().top_p(tasks, under_test->stream());
+  under_test->finish();
+  const auto together = masks();
+  for (const TopPTask& task : tasks) {
+    std::fill_n(task.mask, (task.values.size() + 31) / 32, 0u);
+    under_test->backend().top_p({&task, 1}, under_test->stream());
+    under_test->finish();
+  }
+  REQUIRE(masks() == together);
+}
+
 TEST_CASE("top-p of one value, attended anyway or not", "[backend][top_p]") {
   const auto under_test = backend_under_test();
   const auto p = GENERATE(0.5f, 1.f);
@@ -259,7 +288,7 @@ TEST_CASE("top-p of one value, attended anyway or not", "[backend][top_p]") {
 TEST_CASE("top-p of rows at the ends of float32", "[backend][top_p]") {
   const auto under_test = backend_under_test();
   const auto [count, p, anyway] =
-      GENERATE(grid(std::array{2u, 300u, 9'000u, 70'000u}, std::array{0x1p-149f, 0.5f, 0.999f, 1.f - 0x1p-24f},
+      GENERATE(grid(std::array{2u, 300u, 9'000u, 80'000u}, std::array{0x1p-149f, 0.5f, 0.999f, 1.f - 0x1p-24f},
                     std::array{0u, 1u, 40u}));
   Random random(count);
   const Choice choice{.begin = std::min(anyway / 10, count),

@@ -16,7 +16,8 @@ void with_kernel(const AttendVariant& variant, const Use& use) {
 }  // namespace
 
 void launch_attend(const AttendVariant& variant, const AttendArgs& args, std::uint32_t slices, cudaStream_t stream) {
-  const OverlappingLaunch launch(slices, detail::kThreads, 0, stream);
+  const std::uint32_t blocks = slices + (args.ask.state != nullptr ? 1 : 0);
+  const OverlappingLaunch launch(blocks, detail::kThreads, 0, stream);
   with_kernel(variant, [&](auto* kernel) { launch.run(kernel, "launch attend", args); });
 }
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "gpu/kernels/forward/ask.hpp"
 #include "gpu/tuning.hpp"
 
 namespace sluice::gpu {
@@ -140,7 +141,8 @@ struct AttendArgs {
   std::uint32_t partial_count = 0;
   float score_scale = 0.f;                     ///< AttentionShape::score_scale
   float softcap = 0.f;                         ///< of scores that are computed, see AttentionShape; 0: none
-  std::uint16_t job_of[kAttend.max_slices]{};  ///< by thread block
+  ForwardAsk ask{};                            ///< if there is one, a first thread block does nothing else
+  std::uint16_t job_of[kAttend.max_slices]{};  ///< by thread block that attends
   AttendJob inline_jobs[kInlineJobs]{};
 };
 static_assert(sizeof(AttendArgs) <= 4096);

@@ -19,14 +19,15 @@ inline constexpr int kThreads = 32 * kAttend.warps;
 
 /// This thread block's slice, of one thread's making.
 __device__ inline AttendSlice slice_of_block(const AttendArgs& args) {
-  const std::uint32_t at = args.job_of[blockIdx.x];
+  const std::uint32_t block = blockIdx.x - (args.ask.state != nullptr ? 1 : 0);
+  const std::uint32_t at = args.job_of[block];
   AttendJob job;
   if (args.jobs != nullptr) {
     job = args.jobs[at];
   } else {
     job = args.inline_jobs[at];
   }
-  return cut(job, blockIdx.x - job.first_slice);
+  return cut(job, block - job.first_slice);
 }
 
 /// What a row is counted from, and its number. `kWhole`: of such a launch.

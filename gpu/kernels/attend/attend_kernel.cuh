@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/attend/attend_merge.cuh"
+#include "gpu/kernels/forward/ask.cuh"
 #include "gpu/kernels/overlap.cuh"
 
 namespace sluice::gpu::detail {
@@ -41,6 +42,10 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 1
   __shared__ AttendMemory<kDim, kTiles> memory;
   __shared__ WarpSums<kTiles> sums;
   wait_for_kernel_before();
+  if (args.ask.state != nullptr && blockIdx.x == 0) {
+    if (threadIdx.x == 0) forward::ask(args.ask);
+    return;
+  }
   if (threadIdx.x == 0) slice = slice_of_block(args);
   __syncthreads();
   if (slice.index >= slice.slices) return;  // Launched for a longer list.

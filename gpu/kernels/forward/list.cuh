@@ -45,6 +45,7 @@ struct Exchanged {
   Listed all;
 };
 __device__ inline Exchanged exchange(ListShared& s, const Part& part, const Listed& own) {
+  if (part.blocks() == 1) return {.before = {}, .all = own};
   if (threadIdx.x < part.blocks()) {
     detail::store_in_cluster(detail::address_in(&s.near[part.rank()], threadIdx.x), own.near);
     detail::store_in_cluster(detail::address_in(&s.far[part.rank()], threadIdx.x), own.far);

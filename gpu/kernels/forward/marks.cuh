@@ -101,6 +101,17 @@ __device__ inline std::uint32_t masked(const ForwardMemory& m, const Work& work,
   return {foresight, head, m.q + head * m.shape.head_dim, m.shape.head_dim, room};
 }
 
+/// What the heads of a row choose among all tokens that are not attended anyway.
+[[nodiscard]] __device__ inline Choices choices_of(const ForwardMemory& m, const Work& work) {
+  const std::uint64_t head = std::uint64_t{work.index} * m.shape.group();
+  return {.scores = m.scores + head * m.score_room(),
+          .stride = work.row.tokens,
+          .heads = m.shape.group(),
+          .begin = work.row.sink_end,
+          .end = work.row.recent_begin,
+          .picks = work.row.picks};
+}
+
 /// Marks every token of this block's that some head of the group attends. Whether all of it was foreseen. All threads
 /// of the cluster, which begins with a cluster_sync once all of its blocks have begun.
 __device__ inline bool mark(const ForwardMemory& m, const Work& work, const Foresight& foresight, ChoiceShared& s,
@@ -111,13 +122,7 @@ __device__ inline bool mark(const ForwardMemory& m, const Work& work, const Fore
   if (row.in_pages()) {
     mark_in_pages(m, work, marks);
   } else if (row.picks != 0) {
-    const std::uint64_t head = std::uint64_t{work.index} * m.shape.group();
-    const Choices choices{.scores = m.scores + head * m.score_room(),
-                          .stride = row.tokens,
-                          .heads = m.shape.group(),
-                          .begin = row.sink_end,
-                          .end = row.recent_begin,
-                          .picks = row.picks};
+    const Choices choices = choices_of(m, work);
     const Learner learner = learner_of(m, work, foresight, Choice::memory(room));
     Foreseen foreseen(s.foreseen, s.cut, lists, learner, choices);
     const bool can = foreseen.can();

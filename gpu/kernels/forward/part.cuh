@@ -26,6 +26,12 @@ class Part {
   __device__ explicit Part(std::uint32_t tokens) : tokens_(tokens), rank_(detail::cluster_rank()) {
     shift_ = static_cast<std::uint32_t>(__ffs(static_cast<int>(detail::cluster_blocks()))) - 1;  // A power of two.
   }
+  /// All of them, by one block alone.
+  [[nodiscard]] static __device__ Part whole(std::uint32_t tokens) {
+    Part part(tokens);
+    part.rank_ = part.shift_ = 0;
+    return part;
+  }
   [[nodiscard]] __device__ std::uint32_t rank() const { return rank_; }
   [[nodiscard]] __device__ std::uint32_t blocks() const { return 1u << shift_; }
   /// How many numbers there are; the last ones may be of no token.

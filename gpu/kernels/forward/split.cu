@@ -1,5 +1,5 @@
 // Who attends what of a layer: what the heads of a group choose is found and told apart, near rows are listed for the
-// device, far rows for the workers, who are asked for them. Clusters of thread blocks share long sequences.
+// device, far rows for the workers, who are asked for them when `attend` begins. Clusters of thread blocks share long sequences.
 
 #include <algorithm>
 #include <bit>
@@ -8,6 +8,7 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/cluster_launch.hpp"
 #include "gpu/kernels/compiled.hpp"
+#include "gpu/kernels/forward/alone.cuh"
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/forward/list_all.cuh"
 #include "gpu/kernels/overlap.cuh"
@@ -20,6 +21,7 @@ using namespace forward;
 
 struct Shared {
   ChoiceShared choice;
+  AloneShared alone;
   ListShared list;
 };
 
@@ -71,36 +73,36 @@ __device__ void write_jobs(const ForwardMemory& m, const ForwardScratch& scratch
   }
 }
 
-/// The last thread block to get here asks the workers, if any has far rows or a choice for them. Its fence is the only
-/// one across the link, and covers what all thread blocks wrote: one by every warp takes longer than the rest of a
-/// layer. `listed`, without those that are `fetched`, and `choices` are told by one block of a cluster.
-__device__ void ask(const ForwardMemory& m, std::uint32_t layer, const Listed& listed, std::uint32_t fetched,
-                    std::uint32_t choices) {
+/// What a row and KV head adds to the layer's question, and to what was attended so far. `listed` is without those that
+/// are `fetched`.
+__device__ void count(ForwardState& state, const Listed& listed, std::uint32_t fetched, std::uint32_t choices) {
   using Sum = cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device>;
-  ForwardState& state = *m.state;
   if (listed.near != 0) Sum(state.near_tokens).fetch_add(listed.near, cuda::memory_order_relaxed);
   if (listed.far != 0) Sum(state.far_tokens).fetch_add(listed.far, cuda::memory_order_relaxed);
   if (fetched != 0) Sum(state.fetched_tokens).fetch_add(fetched, cuda::memory_order_relaxed);
-  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> total(state.layer_far_tokens);
-  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> arrived(state.arrived);
-  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> chosen(state.layer_choices);
-  if (listed.far != 0) total.fetch_add(listed.far, cuda::memory_order_relaxed);
-  if (choices != 0) chosen.fetch_add(choices, cuda::memory_order_relaxed);
-  if (arrived.fetch_add(1, cuda::memory_order_acq_rel) != gridDim.x * gridDim.y * gridDim.z - 1) return;
-  const std::uint32_t all_choices = chosen.load(cuda::memory_order_relaxed);
-  const bool wanted = total.load(cuda::memory_order_relaxed) != 0 || all_choices != 0;
-  state.layer_far_tokens = state.layer_choices = state.arrived = 0;
-  if (!wanted) return;
-  if (m.handover == Handover::stream) m.mailbox->gate.word = ForwardGate::closed(state.asked + 1);
-  auto& question = m.mailbox->question;
-  question.forward = state.forward;
-  question.layer = layer;
-  question.drafts = m.drafts;
-  question.choices = all_choices;
-  question.lists = gridDim.y * gridDim.z;
-  __threadfence_system();
-  cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system>(question.asked)
-      .store(++state.asked, cuda::memory_order_release);
+  using Count = cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device>;
+  if (listed.far != 0) Count(state.layer_far_tokens).fetch_add(listed.far, cuda::memory_order_relaxed);
+  if (choices != 0) Count(state.layer_choices).fetch_add(choices, cuda::memory_order_relaxed);
+}
+
+/// Whether one block has listed a row that one can choose for: `listed` then is what it has, in the first block of the
+/// cluster, and nothing in the others. All threads.
+__device__ bool choose_alone(const ForwardMemory& m, const Work& work, const Foresight& foresight, Shared& s,
+                             Candidate* memory, Listed& listed) {
+  const ForwardRow& row = work.row;
+  if (row.picks == 0 || row.in_pages()) return false;
+  const auto bytes = detail::dynamic_shared_bytes();
+  Alone alone(s.alone, reinterpret_cast<std::byte*>(memory), bytes, learner_of(m, work, foresight, foresight.room),
+              choices_of(m, work), row.tokens);
+  if (!alone.can()) return false;
+  if (detail::cluster_rank() != 0) return true;
+  const Marks marks(alone.marks(), Part::whole(row.tokens));
+  marks.fill([&](std::uint32_t first) { return window_bits(row, first); });
+  alone.run([&](std::uint32_t token) { marks.set(token); });
+  Found found(s.list, reinterpret_cast<std::uint32_t*>(memory), alone.room_before_marks(), marks);
+  listed = list_rows(m, work, s.list, found, marks.part());
+  alone.learn();
+  return true;
 }
 
 /// Cluster (y, z): row z, KV head y. Of its thread blocks kAtOnce share a multiprocessor.
@@ -137,25 +139,22 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
     const Marks marks(reinterpret_cast<std::uint32_t*>(memory + Choice::memory(room)), Part(work.row.tokens));
     if (work.row.whole()) {
       listed = list_all(m, work, s.list, marks.part());
-    } else {
+    } else if (!choose_alone(m, work, foresight, s, memory, listed)) {
       foreseen = mark(m, work, foresight, s.choice, memory, room, marks);
       Found found(s.list, reinterpret_cast<std::uint32_t*>(memory), 2 * Choice::memory(room), marks);
       listed = list_rows(m, work, s.list, found, marks.part());
     }
   }
   if (foreseen && threadIdx.x / kWarp == 1) learn_foreseen(m, work, foresight, s.choice.foreseen);
-  if (threadIdx.x != 0) return;
-  if (!first) listed = {};
+  if (!first) return;
   const std::uint32_t fetched = fetched_of(m, work, listed.far);
-  if (first) {
-    m.near_counts[index] = listed.near;
-    m.far_listed[index] = listed.far;
-    m.far_counts[index] = listed.far - fetched;
-    if (m.fetches()) m.fetch_heads[index] = fetched != 0 ? kAll : 0;
-    write_jobs(m, scratch, work, listed);
-  }
+  m.near_counts[index] = listed.near;
+  m.far_listed[index] = listed.far;
+  m.far_counts[index] = listed.far - fetched;
+  if (m.fetches()) m.fetch_heads[index] = fetched != 0 ? kAll : 0;
+  write_jobs(m, scratch, work, listed);
   listed.far -= fetched;
-  ask(m, layer, listed, fetched, first && work.row.list != kNone ? work.row.asks : 0);
+  count(*m.state, listed, fetched, work.row.list != kNone ? work.row.asks : 0);
 }
 
 /// Candidates of a head that a block lists: as many as there is shared memory for beside the marks.

@@ -76,34 +76,28 @@ struct Eligible {
 /// Scores of a warp's tokens from `at` on, of which a lane has four, for one fragment's heads: written out. Bit i of
 /// what it returns: score i is a candidate. `kWhole`: all tokens are there, and eligible.
 template <bool kWhole, std::uint32_t kHeadDim, std::uint32_t kFragments, bool kForesees>
-__device__ __forceinline__ std::uint32_t score_turn(const Shared<kHeadDim>& s, const WarpRows<kHeadDim>& rows,
-                                                    const QueryFragments<kHeadDim, kFragments>& q,
-                                                    std::uint32_t fragment, const LaneHead& head, const Part& part,
-                                                    std::uint32_t at, std::uint32_t number, const Eligible& eligible,
-                                                    float (&scores)[2 * kPairs]) {
+__device__ __forceinline__ std::uint32_t score_turn(const Shared<kHeadDim>& s,
+                                                    const Products<kHeadDim, kFragments>& products,
+                                                    const float2 (&params)[kWarpOctets], std::uint32_t fragment,
+                                                    const LaneHead& head, const Part& part, std::uint32_t at,
+                                                    std::uint32_t number, const Eligible& eligible,
+                                                    float (&scores)[kWarpOctets]) {
   std::uint32_t hits = 0;
   float* const out = head.out + at;
 #pragma unroll
-  for (std::uint32_t pair = 0; pair < kPairs; ++pair) {
-    float products[2];
-    multiply(rows, pair, q, fragment, products);
-#pragma unroll
-    for (std::uint32_t key = 0; key < 2; ++key) {
-      const std::uint32_t i = 2 * pair + key;
-      const std::uint32_t behind = 2 * kRows * pair + key;  // Of the lane's first one.
-      const float2 params = rows.scale_and_zero(pair, key);
-      scores[i] = params.x * (products[key] * head.unit) + params.y * head.sum;
-      bool candidate = kForesees && scores[i] >= head.least;
-      if constexpr (kWhole) {
-        if (head.there) out[behind] = scores[i];
-      } else {
-        const bool visible = there(s, number, pair, key);
-        const std::uint32_t token = at + lane_key() + behind;
-        if (head.there && token < part.count) out[behind] = visible ? scores[i] : __int_as_float(0xff80'0000);
-        candidate &= visible && token >= eligible.begin && token < eligible.end;
-      }
-      hits |= candidate ? 1u << i : 0;
+  for (std::uint32_t o = 0; o < kWarpOctets; ++o) {
+    const std::uint32_t behind = kRows * o;  // Of the lane's first one.
+    scores[o] = params[o].x * (products.of(fragment, o) * head.unit) + params[o].y * head.sum;
+    bool candidate = kForesees && scores[o] >= head.least;
+    if constexpr (kWhole) {
+      if (head.there) out[behind] = scores[o];
+    } else {
+      const bool visible = there(s, number, o);
+      const std::uint32_t token = at + lane_row() + behind;
+      if (head.there && token < part.count) out[behind] = visible ? scores[o] : __int_as_float(0xff80'0000);
+      candidate &= visible && token >= eligible.begin && token < eligible.end;
     }
+    hits |= candidate ? 1u << o : 0;
   }
   return hits;
 }
@@ -115,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     score_int4_kernel(const __grid_constant__ TaskArray<ScoreInt4Task> tasks,
                       const __grid_constant__ Foresight foresight, const ScoreInt4Shape shape, Cut cut) {
   __shared__ Shared<kHeadDim> s;
-  constexpr std::uint32_t kAtOnce = kFragments * kRowHeads;
+  constexpr std::uint32_t kAtOnce = kFragments * kTileHeads;
   __shared__ foresight::Staged<kWarps, kAtOnce, kForesees ? 256 / kAtOnce : 1> staged;
   detail::wait_for_kernel_before();
   const std::uint32_t group = shape.group;
@@ -134,14 +128,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (kAhead) query.load(s.task, part.first_head, min(kAtOnce, part.heads));
   stage_octets(s, part, layout, cut.chunks);
   __syncthreads();
-  const std::byte* const copies = s.task.copies;
+  const LaneRow<kHeadDim> row(s.task.copies);
   const Eligible eligible{s.task.sinks, s.task.recent};
   for (std::uint32_t first = 0; first < part.heads; first += kAtOnce) {
     const std::uint32_t heads = min(kAtOnce, part.heads - first);
     if (!kAhead || first != 0) query.load(s.task, part.first_head + first, heads);
     if (first != 0) __syncthreads();  // The queries before these have been read.
     WarpRows<kHeadDim> next;
-    if (kAhead && part.first(0) < part.count) next.load(s, copies, part.octet(0));
+    if (kAhead) next.load(s, row, part.octet(0), part.first(0) < part.count);
     const foresight::Finder finder(foresight, std::uint64_t{blockIdx.y} * group + first);
     const float length = stage_query(s, query, shape.scale);
     if (kForesees && threadIdx.x % kWarp == 0) {
@@ -154,12 +148,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     LaneHead lane_heads[kFragments];  // In registers: in the loop the compiler would read them again and again.
 #pragma unroll
     for (std::uint32_t f = 0; f < kFragments; ++f) {
-      const std::uint32_t head = f * kRowHeads + lane_head();
+      const std::uint32_t head = f * kTileHeads + lane_head();
       lane_heads[f] = {.there = head < heads,
                        .unit = s.unit[head],
                        .sum = s.sum[head],
                        .least = kForesees ? s.least[head] : 0.f,
-                       .out = s.task.out + std::uint64_t{part.first_head + first + head} * part.stride + lane_key()};
+                       .out = s.task.out + std::uint64_t{part.first_head + first + head} * part.stride + lane_row()};
     }
     std::uint32_t found[kFragments] = {};
 #pragma unroll 1
@@ -167,26 +161,34 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       const std::uint32_t at = part.first(turn);
       const std::uint32_t number = part.octet(turn);
       if (at >= part.count) break;
-      if (!kAhead) next.load(s, copies, number);
-      const WarpRows<kHeadDim> rows = next;
-      if (kAhead && turn + 1 < cut.chunks && part.first(turn + 1) < part.count)
-        next.load(s, copies, part.octet(turn + 1));
+      if (!kAhead) next.load(s, row, number, true);
+      const KeyFragments<kHeadDim> keys(next);
+      if (kAhead) {
+        const bool more = turn + 1 < cut.chunks && part.first(turn + 1) < part.count;
+        next.load(s, row, part.octet(more ? turn + 1 : turn), more);
+      }
+      const Products<kHeadDim, kFragments> products(keys, q);
+      float2 params[kWarpOctets];
+#pragma unroll
+      for (std::uint32_t o = 0; o < kWarpOctets; ++o) params[o] = keys.scale_and_zero(o);
       const bool all =
           kTellsWhole && whole(s, number) && (!kForesees || (at >= eligible.begin && at + kWarpTokens <= eligible.end));
 #pragma unroll
       for (std::uint32_t f = 0; f < kFragments; ++f) {
         const LaneHead& head = lane_heads[f];
-        float scores[2 * kPairs];
-        const std::uint32_t hits = all ? score_turn<true, kHeadDim, kFragments, kForesees>(s, rows, q, f, head, part,
-                                                                                           at, number, eligible, scores)
+        float scores[kWarpOctets];
+        const std::uint32_t hits = all ? score_turn<true, kHeadDim, kFragments, kForesees>(
+                                             s, products, params, f, head, part, at, number, eligible, scores)
                                        : score_turn<false, kHeadDim, kFragments, kForesees>(
-                                             s, rows, q, f, head, part, at, number, eligible, scores);
+                                             s, products, params, f, head, part, at, number, eligible, scores);
         if constexpr (kForesees) {
-#pragma unroll
-          for (std::uint32_t i = 0; i < 2 * kPairs; ++i) {
-            const std::uint32_t token = at + lane_key() + i / 2 * (2 * kRows) + i % 2;
-            finder.add(staged, f * kRowHeads + lane_head(), lanes_of_head(), (hits >> i & 1) != 0,
-                       {.key = top_k::order_key(scores[i]), .token = token}, found[f]);
+          // What is chosen is often close together: most turns have nothing to add, or of one octet.
+#pragma unroll 1
+          for (std::uint32_t some = __reduce_or_sync(detail::kAllLanes, hits); some != 0; some &= some - 1) {
+            const std::uint32_t o = __ffs(static_cast<int>(some)) - 1;
+            const float score = o < 2 ? (o == 0 ? scores[0] : scores[1]) : (o == 2 ? scores[2] : scores[3]);
+            finder.add(staged, f * kTileHeads + lane_head(), lanes_of_head(), (hits >> o & 1) != 0,
+                       {.key = top_k::order_key(score), .token = at + lane_row() + o * kRows}, found[f]);
           }
         }
       }
@@ -194,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     if constexpr (kForesees) {
 #pragma unroll
       for (std::uint32_t f = 0; f < kFragments; ++f)
-        staged.counts[threadIdx.x / kWarp][f * kRowHeads + lane_head()] = found[f];  // The same from all of its lanes.
+        staged.counts[threadIdx.x / kWarp][f * kTileHeads + lane_head()] = found[f];  // The same from all of its lanes.
       __syncthreads();
       finder.write(staged, heads);
     }
@@ -213,7 +215,7 @@ Cut cut_of(std::uint64_t total, std::uint32_t longest, const ScoreInt4Shape& sha
 template <bool kForesees>
 void launch(const TaskArray<ScoreInt4Task>& tasks, const Foresight& foresight, const ScoreInt4Shape& shape,
             const Cut& cut, const dim3& grid, cudaStream_t stream) {
-  const bool few = grid.z != 1 || shape.group <= kRowHeads;
+  const bool few = grid.z != 1 || shape.group <= kTileHeads;
   KernelHeadDims::with(shape.layout.head_dim, [&](auto dim) {
     OverlappingLaunch(grid, kThreads, 0, stream)
         .run(few ? score_int4_kernel<dim(), 1, kForesees> : score_int4_kernel<dim(), 2, kForesees>,

@@ -12,8 +12,8 @@ inline constexpr std::uint32_t kWarp = 32;
 inline constexpr std::uint32_t kThreads = 256;
 inline constexpr std::uint32_t kWarps = kThreads / kWarp;
 inline constexpr std::uint32_t kBlocksPerSm = 2;
-/// Keys of a fragment, an octet: they lie in one page, as page_tokens is a multiple. A warp multiplies four octets at a
-/// time; of two neighbours its halves then have the scores of one each.
+/// Keys of half a fragment, an octet: they lie in one page, as page_tokens is a multiple. A warp multiplies four octets
+/// at a time, two of them by one product; a lane then has the scores of one key of each.
 inline constexpr std::uint32_t kRows = 8;
 inline constexpr std::uint32_t kWarpOctets = 4;
 inline constexpr std::uint32_t kPairs = kWarpOctets / 2;
@@ -23,7 +23,7 @@ inline constexpr std::uint32_t kBlockTokens = kWarps * kWarpTokens;
 /// of 8 KV heads, as one that comes later begins anew.
 inline constexpr std::uint32_t kMostChunks = 64;
 inline constexpr std::uint32_t kHeads = 8;                      ///< query heads that are staged at once
-inline constexpr std::uint32_t kRowHeads = 4;                   ///< query heads of a fragment
+inline constexpr std::uint32_t kTileHeads = 4;                  ///< query heads of a fragment, which has 8 columns
 inline constexpr std::uint32_t kOctets = kBlockTokens / kRows;  ///< of a chunk
 static_assert(kWarps == kHeads, "every warp stages one head");
 inline constexpr int kQueryBits = 22;  ///< of a query's numbers, beside the sign
@@ -170,23 +170,20 @@ template <std::uint32_t kHeadDim>
   static_assert(kWarpOctets * sizeof(Rows) == sizeof kAll);
   return *reinterpret_cast<const std::uint64_t*>(&s.rows[number]) == kAll;
 }
-/// Whether key 2t + `key` of the octet whose scores a lane has is there.
+/// The row of each octet whose scores a lane has.
+[[nodiscard]] __device__ __forceinline__ std::uint32_t lane_row() { return threadIdx.x % kWarp / kTileHeads; }
+/// Whether that is there in octet `octet` of a warp's.
 template <std::uint32_t kHeadDim>
-[[nodiscard]] __device__ __forceinline__ bool there(const Shared<kHeadDim>& s, std::uint32_t number, std::uint32_t pair,
-                                                    std::uint32_t key) {
-  const Rows rows = s.rows[number + 2 * pair + threadIdx.x % kWarp / 4 / kRowHeads];
-  const std::uint32_t row = threadIdx.x % 4 * 2 + key;
-  return row >= (rows & 0xffu) && row < rows >> 8;
+[[nodiscard]] __device__ __forceinline__ bool there(const Shared<kHeadDim>& s, std::uint32_t number,
+                                                    std::uint32_t octet) {
+  const Rows rows = s.rows[number + octet];
+  return lane_row() >= (rows & 0xffu) && lane_row() < rows >> 8;
 }
 
 /// The query head of a fragment whose scores a lane has.
-[[nodiscard]] __device__ __forceinline__ std::uint32_t lane_head() { return threadIdx.x % kWarp / 4 % kRowHeads; }
+[[nodiscard]] __device__ __forceinline__ std::uint32_t lane_head() { return threadIdx.x % kTileHeads; }
 /// The lanes that have scores of the same one.
-[[nodiscard]] __device__ __forceinline__ std::uint32_t lanes_of_head() { return 0x000f'000fu << 4 * lane_head(); }
-/// The first of a warp's tokens whose scores a lane has.
-[[nodiscard]] __device__ __forceinline__ std::uint32_t lane_key() {
-  return threadIdx.x % kWarp / (kWarp / 2) * kRows + threadIdx.x % 4 * 2;
-}
+[[nodiscard]] __device__ __forceinline__ std::uint32_t lanes_of_head() { return 0x1111'1111u << lane_head(); }
 
 /// What a lane needs to know of the query head whose scores it has of a fragment.
 struct LaneHead {

@@ -36,32 +36,48 @@ __device__ __forceinline__ float weight_of(std::uint32_t key, std::uint32_t top,
   return key == top ? 1.f : detail::exp2_fast(softcap * below * kLog2E);
 }
 
-/// What a pass over the row finds out, of one thread or of all.
-struct Found {
-  float mass = 0.f;            ///< of the keys above the middle; or, exact up to 2^24, how many these are
-  std::uint32_t above = kAll;  ///< the least of these
-  std::uint32_t below = 0;     ///< the largest of the others
+/// Two bits of the answer a pass: with more pivots passes take longer than they save.
+inline constexpr std::uint32_t kPivots = 3;
 
-  __device__ __forceinline__ void add(std::uint32_t key, float weight, std::uint32_t middle) {
-    const bool counts = key > middle;
-    mass += counts ? weight : 0.f;
-    above = min(above, counts ? key : kAll);
-    below = max(below, counts ? 0 : key);
+/// What a pass over the row sums for each pivot, of one thread or of all: the weight of the keys above it, or how many
+/// these are, exact up to 2^24.
+struct Sums {
+  float of[kPivots] = {};
+
+  __device__ __forceinline__ void add(std::uint32_t key, float weight, const std::uint32_t (&pivots)[kPivots]) {
+#pragma unroll
+    for (std::uint32_t p = 0; p < kPivots; ++p) of[p] += key > pivots[p] ? weight : 0.f;
   }
 };
-
-__device__ __forceinline__ Found over_lanes(Found found) {
+__device__ __forceinline__ Sums over_lanes(Sums sums) {
 #pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) found.mass += __shfl_xor_sync(kAll, found.mass, step);
-  found.above = __reduce_min_sync(kAll, found.above);
-  found.below = __reduce_max_sync(kAll, found.below);
-  return found;
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (std::uint32_t p = 0; p < kPivots; ++p) sums.of[p] += __shfl_xor_sync(kAll, sums.of[p], step);
+  }
+  return sums;
+}
+__device__ __forceinline__ Sums both(Sums sums, const Sums& others) {
+#pragma unroll
+  for (std::uint32_t p = 0; p < kPivots; ++p) sums.of[p] += others.of[p];
+  return sums;
 }
 
-/// `above`: the least key of those that count, less 1; `below`: the largest.
-__device__ __forceinline__ void add_to_range(std::uint32_t key, Found& found) {
-  found.above = min(found.above, key - 1);  // 0 becomes the largest.
-  found.below = max(found.below, key);
+/// The least key of those that count, less 1, and the largest; none count: kAll.
+struct Range {
+  std::uint32_t least = kAll;
+  std::uint32_t largest = 0;
+
+  __device__ __forceinline__ void add(std::uint32_t key) {
+    least = min(least, key - 1);  // 0 becomes the largest.
+    largest = max(largest, key);
+  }
+};
+__device__ __forceinline__ Range over_lanes(const Range& range) {
+  return {.least = __reduce_min_sync(kAll, range.least), .largest = __reduce_max_sync(kAll, range.largest)};
+}
+__device__ __forceinline__ Range both(const Range& range, const Range& other) {
+  return {.least = min(range.least, other.least), .largest = max(range.largest, other.largest)};
 }
 
 /// Whether value i is to be chosen from. Nothing from `count` on is.
@@ -78,72 +94,104 @@ __device__ __forceinline__ void for_each_anyway(const Row& row, const TopPRow& t
   }
 }
 
-/// The largest key such that all above it, with what is attended anyway, hold `p` of the mass; kAll if the latter alone
-/// does. `low` is the least key, less 1, `high` the largest, or a larger one of what is attended anyway. All keys above
-/// `low` hold enough, those above `high` do not; both move to where keys are, so that the end is exact: nothing lies
-/// between them. A row sums what its threads find by `reduce`, the same for all of them.
-template <class Row>
-__device__ std::uint32_t search(Row& row, const TopPRow& task, std::uint32_t low, std::uint32_t high,
-                                std::uint32_t& turn) {
-  row.weigh(high);
-  const float p = task.p;
-  float total = row.reduce(row.pass(low), turn++).mass;
-  float anyway = 0.f;
-  if (task.end - task.begin != task.count) {
-    Found found;
-    for_each_anyway(row, task, [&](std::uint32_t key) {
-      found.mass += key != 0 ? weight_of(key, high, task.softcap) : 0.f;
-    });
-    anyway = row.reduce(found, turn++).mass;
-    total += anyway;
+/// Where the answer lies: what is above `low` is enough, or too much, what is above `high` is not.
+struct Interval {
+  std::uint32_t low;
+  std::uint32_t high;
+
+  [[nodiscard]] __device__ bool open() const { return high - low > 1; }
+  /// Keys that divide it evenly.
+  __device__ void divide(std::uint32_t (&pivots)[kPivots]) const {
+    const std::uint32_t step = (high - low) / (kPivots + 1);
+#pragma unroll
+    for (std::uint32_t p = 0; p < kPivots; ++p)
+      pivots[p] = step != 0 ? low + (p + 1) * step : min(low + 1 + p, high - 1);
   }
-  const float need = p * total - anyway;
-  if (anyway > 0.f && need <= 0.f) return kAll;
-  // What is lighter than this can be left out altogether: a start that saves the first halvings.
-  const float light = (1.f - p) * total / static_cast<float>(task.count);
-  std::uint32_t middle = order_key(value_of(high) + logf(light));
-  while (high - low > 1) {
-    if (middle <= low || middle >= high) middle = low + (high - low) / 2;
-    const Found found = row.reduce(row.pass(middle), turn++);
-    if (found.mass >= need) {
-      low = found.above - 1;
-    } else {
-      high = found.below;
+  /// @param enough  bit p: of pivot p, which ascend, the answer lies above
+  __device__ void narrow(const std::uint32_t (&pivots)[kPivots], std::uint32_t enough) {
+#pragma unroll
+    for (std::uint32_t p = 0; p < kPivots; ++p) {
+      if ((enough >> p & 1) != 0) {
+        low = pivots[p];
+      } else {
+        high = min(high, pivots[p]);
+      }
     }
-    middle = low + (high - low) / 2;
   }
-  return low;
+};
+
+/// Pivots by value, from the weight that can be left out altogether, which is where most of a row lies, up to the
+/// largest.
+__device__ inline void divide_by_value(const Interval& in, float light, std::uint32_t (&pivots)[kPivots]) {
+  const float top = value_of(in.high);
+#pragma unroll
+  for (std::uint32_t p = 0; p < kPivots; ++p) {
+    const float below = logf(light) * static_cast<float>(kPivots - p) / kPivots;  // Not a number, if `light` is none.
+    pivots[p] = min(max(order_key(top + below), in.low + 1), in.high - 1);
+  }
 }
 
-/// The least key from `low` on above which no more than `task.most` lie; above `high` none does. Both move as in
-/// `search`. Of keys that are equal all count, or none.
+/// The largest key such that all above it, with what is attended anyway, hold `p` of the mass; kAll if the latter alone
+/// does. `low` is the least key, less 1, `high` the largest, or a larger one of what is attended anyway. It ends when no
+/// key lies between what is enough and what is not, and so is exact. A row sums what its threads find by `reduce`, the
+/// same for all of them.
 template <class Row>
-__device__ std::uint32_t at_most(Row& row, const TopPRow& task, std::uint32_t low, std::uint32_t high,
-                                 std::uint32_t& turn) {
-  const auto most = static_cast<float>(task.most);
-  if (low >= high || row.reduce(row.count(low), turn++).mass <= most) return low;
-  while (high - low > 1) {
-    const std::uint32_t middle = low + (high - low) / 2;
-    const Found found = row.reduce(row.count(middle), turn++);
-    if (found.mass > most) {
-      low = found.above - 1;
-    } else {
-      high = found.below;
-    }
+__device__ std::uint32_t search(Row& row, const TopPRow& task, Interval in, std::uint32_t& turn) {
+  row.weigh(in.high);
+  std::uint32_t pivots[kPivots] = {in.low, in.low, in.low};
+  float total = row.reduce(row.weights(pivots), turn++).of[0];
+  float anyway = 0.f;
+  if (task.end - task.begin != task.count) {
+    Sums sums;
+    for_each_anyway(row, task, [&](std::uint32_t key) {
+      sums.of[0] += key != 0 ? weight_of(key, in.high, task.softcap) : 0.f;
+    });
+    anyway = row.reduce(sums, turn++).of[0];
+    total += anyway;
   }
-  return high;
+  const float need = task.p * total - anyway;
+  if (anyway > 0.f && need <= 0.f) return kAll;
+  if (in.open()) divide_by_value(in, (1.f - task.p) * total / static_cast<float>(task.count), pivots);
+  while (in.open()) {
+    const Sums sums = row.reduce(row.weights(pivots), turn++);
+    std::uint32_t enough = 0;
+#pragma unroll
+    for (std::uint32_t p = 0; p < kPivots; ++p) enough |= (sums.of[p] >= need ? 1u : 0u) << p;
+    in.narrow(pivots, enough);
+    in.divide(pivots);
+  }
+  return in.low;
+}
+
+/// The least key from `low` on above which no more than `task.most` lie; above `high` none does. Of keys that are equal
+/// all count, or none.
+template <class Row>
+__device__ std::uint32_t at_most(Row& row, const TopPRow& task, Interval in, std::uint32_t& turn) {
+  const auto most = static_cast<float>(task.most);
+  std::uint32_t pivots[kPivots] = {in.low, in.low, in.low};
+  if (in.low >= in.high || row.reduce(row.counts(pivots), turn++).of[0] <= most) return in.low;
+  while (in.open()) {
+    in.divide(pivots);
+    const Sums sums = row.reduce(row.counts(pivots), turn++);
+    std::uint32_t more = 0;
+#pragma unroll
+    for (std::uint32_t p = 0; p < kPivots; ++p) more |= (sums.of[p] > most ? 1u : 0u) << p;
+    in.narrow(pivots, more);
+  }
+  return in.high;
 }
 
 /// The largest key that is not kept; kAll if none is kept.
 template <class Row>
 __device__ std::uint32_t cut(Row& row, const TopPRow& task) {
-  Found range = row.range();
-  for_each_anyway(row, task, [&](std::uint32_t key) { range.below = max(range.below, key); });
+  Range range = row.range();
+  for_each_anyway(row, task, [&](std::uint32_t key) { range.largest = max(range.largest, key); });
   std::uint32_t turn = 0;
   range = row.reduce(range, turn++);
-  if (range.above == kAll) return kAll;  // Nothing to choose from.
-  const std::uint32_t low = task.p >= 1.f ? range.above : search(row, task, range.above, range.below, turn);
-  return task.end - task.begin <= task.most ? low : at_most(row, task, low, range.below, turn);
+  if (range.least == kAll) return kAll;  // Nothing to choose from.
+  Interval in{.low = range.least, .high = range.largest};
+  if (task.p < 1.f) in.low = search(row, task, in, turn);
+  return task.end - task.begin <= task.most ? in.low : at_most(row, task, in, turn);
 }
 
 }  // namespace sluice::gpu::top_p

@@ -22,22 +22,19 @@ struct TopPRow {
   float softcap = 0.f;  ///< as TopPTask's
 };
 
-/// One launch for all rows, one thread block each, or one cluster each if they are long, but not longer than
-/// `most_of_clusters`.
-void launch_top_p(const TaskArray<TopPRow>& rows, std::uint32_t most_of_clusters, cudaStream_t stream);
+/// One launch for all rows: held on chip, or read again and again if one is longer than `most_held`, which is what
+/// load_top_p_kernels said. A row that is held is cut alike whatever is launched with it.
+void launch_top_p(const TaskArray<TopPRow>& rows, std::uint32_t most_held, cudaStream_t stream);
 
 /// The same for `count` rows that the device has described, none longer than `longest`.
-void launch_top_p(const TopPRow* rows, std::uint32_t count, std::uint32_t longest, std::uint32_t most_of_clusters,
+void launch_top_p(const TopPRow* rows, std::uint32_t count, std::uint32_t longest, std::uint32_t most_held,
                   cudaStream_t stream);
 
-/// Asks for as much shared memory as the current device has.
-void load_top_p_kernels();
+/// Asks for as much shared memory as the current device has; returns the longest row that it holds on chip.
+[[nodiscard]] std::uint32_t load_top_p_kernels();
 
-/// The same by thread block clusters that hold their rows on chip.
-/// @param longest  count of the longest row, at most what `load_top_p_cluster_kernels` said
-void launch_top_p_clusters(const TaskArray<TopPRow>& rows, std::uint32_t longest, cudaStream_t stream);
-
-/// The longest row that clusters of the current device hold; 0 if it has none.
-[[nodiscard]] std::uint32_t load_top_p_cluster_kernels();
+/// @param longest  count of the longest row, at most what load_top_p_held_kernel said
+void launch_top_p_held(const TaskArray<TopPRow>& rows, std::uint32_t longest, cudaStream_t stream);
+[[nodiscard]] std::uint32_t load_top_p_held_kernel();
 
 }  // namespace sluice::gpu

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+
+#include "sluice/units.hpp"
+
+namespace sluice::runtime {
+
+/// Whether a thread can be relied on. One that shares its core with another program's is off it for milliseconds at a
+/// time, and with it what it has claimed: a layer waits for that as long as for dozens of layers. Such a thread is better
+/// not asked, for a while that doubles each time.
+/// Thread safety: one thread's.
+class Presence {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+
+  /// Between two looks at the clock with nothing to do between them: it was off its core.
+  static constexpr std::chrono::microseconds kGap{500};
+  static constexpr std::uint32_t kMostAbsences = 2;  ///< in a window; more of them are no accident
+  static constexpr std::chrono::milliseconds kWindow{100};
+  static constexpr std::chrono::milliseconds kFirstPause{100};
+  static constexpr std::chrono::milliseconds kMostPause{12'800};
+  static constexpr std::chrono::milliseconds kForgiven{1'000};  ///< after so long without a pause the next is short again
+
+  /// @param taken  how often others have taken the thread's core so far
+  explicit Presence(std::uint64_t taken) noexcept : taken_(taken) {}
+
+  /// The thread looks at the clock, and has since the last look if `watched`.
+  void look(Time now, bool watched) noexcept {
+    if (watched && now - looked_ > kGap) missed(1, now);
+    looked_ = now;
+  }
+  /// Others have taken its core so often since it began.
+  void taken(std::uint64_t times, Time now) noexcept {
+    const std::uint64_t more = times - taken_;
+    taken_ = times;
+    if (more != 0) missed(static_cast<std::uint32_t>(std::min<std::uint64_t>(more, kMostAbsences + 1)), now);
+  }
+  /// Whether it should stand aside, and then until when.
+  [[nodiscard]] bool unreliable() const noexcept { return absences_ > kMostAbsences; }
+  [[nodiscard]] Time until() const noexcept { return until_; }
+  void stand_aside(Time now) noexcept {
+    pause_ = now - until_ > kForgiven ? kFirstPause : std::min(2 * pause_, kMostPause);
+    until_ = now + pause_;
+    absences_ = 0;
+  }
+
+ private:
+  void missed(std::uint32_t absences, Time now) noexcept {
+    if (now - window_ > kWindow) {
+      window_ = now;
+      absences_ = 0;
+    }
+    absences_ += absences;
+  }
+
+  Time looked_{};
+  Time window_{};
+  Time until_{};
+  std::chrono::milliseconds pause_{kFirstPause};
+  std::uint64_t taken_;
+  std::uint32_t absences_ = 0;
+};
+
+}  // namespace sluice::runtime
