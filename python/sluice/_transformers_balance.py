@@ -101,8 +101,8 @@ def _exponents(layers: list[_Layer], model: transformers.PreTrainedModel,
 @torch.no_grad()
 def balance(model: transformers.PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
     """Scales channels of queries and keys in the model's weights, so that keys are about as large in all of them: then
-    a 4-bit copy of a key (policies with `int4`, the default among them) loses less of what decides its rank. Factors are
-    powers of two, one for both channels that positions rotate together, for keys, and its inverse for queries: the
+    a 4-bit copy of a key (policies with `int4`, the default among them) loses less of what decides its rank. Factors
+    are powers of two, one for both channels that positions rotate together, for keys, and its inverse for queries: the
     model's outputs stay bit by bit what they are, and it takes no longer. It has to be done once; `save_pretrained`
     writes a model that every program can load, Sluice's own or another one.
 
@@ -111,8 +111,8 @@ def balance(model: transformers.PreTrainedModel, ids: torch.Tensor) -> list[torc
 
     Returns the exponents of keys, [KV heads, or 1 where a norm is shared by them, head_dim] for each layer.
 
-    Raises Unsupported if the weights are quantized, sharded or fused, or if the outputs would not stay what they are, as
-    positions rotate other channels together; InvalidArgument while Sluice serves the model. The model is then as it
+    Raises Unsupported if the weights are quantized, sharded or fused, or if the outputs would not stay what they are,
+    as positions rotate other channels together; InvalidArgument while Sluice serves the model. The model is then as it
     was."""
     if getattr(model.config, "_attn_implementation", None) == NAME:
         raise InvalidArgument("Sluice serves this model; balance it before enable(), or behind close()")
