@@ -12,7 +12,8 @@ usage: tools/record.sh DIR [host|cuda[:N]] [option...]     all parts, then table
   --model DIR    the model, else $MODEL, else tests/data/testbed
 A part takes at most 7 minutes on an H200 with 16 cores; without a GPU it may take an hour.
 Smaller runs, to try it out: RECORD_SHORT=2K,8K RECORD_LONG=32000 RECORD_COUNT=8 RECORD_POLICIES=...
-RECORD_SWEEP_LENGTH=8192 RECORD_SWEEP_COUNT=4 RECORD_NEEDLE_TOKENS=128K RECORD_NEEDLE_STEPS=8
+RECORD_SWEEP_LENGTH=8192 RECORD_SWEEP_COUNT=4 RECORD_TEXT_LENGTHS="8K 32K" RECORD_TEXT_TOKENS=257 RECORD_TEXTS=4
+RECORD_NEEDLE_TOKENS=128K RECORD_NEEDLE_STEPS=8
 RECORD_LAYER_LENGTHS="32K 128K" RECORD_LAYER_STEPS=12 RECORD_PREFILL_LENGTHS="2K,8K 16K 32000" RECORD_PREFILL_LAYER=4K,...
 RECORD_CORE_LENGTHS=4K,8K,16K,32K,64K,128K RECORD_PLAN_LENGTHS=4K,16K,64K,128K (1K,4K without a GPU) RECORD_PLAN_LAYERS=32 (4)
 RECORD_PYTHON=python3 (figures of the papers are parts where it has torch, transformers and matplotlib)
@@ -79,6 +80,19 @@ later=${RECORD_POLICIES:-full;sluice;double_sparsity;adamas;vattention;snapkv;ad
 alphas='lfps:alpha=0.1;lfps:alpha=0.2;lfps:alpha=0.3;lfps:alpha=0.4'
 bypasses='lfps | bypass=off;lfps | bypass=sink:0.95;lfps | bypass=sink:0.9;lfps;lfps | bypass=sink:0.8'
 bypasses="$bypasses;lfps | bypass=sink:0.75;lfps | bypass=sink:0.7"
+# What its tables, its expansion and its bypass earn, on real attention.
+ablation='lfps;lfps:expand=off;lfps:tables=vertical;lfps:tables=slash;lfps:tables=vertical,expand=off'
+ablation="$ablation;lfps:tables=slash,expand=off;lfps | bypass=off;sluice;history | int4 | top_k=max(64, 1%)"
+ablation="$ablation;history+pages | int4 | top_k=max(64, 1%);pages | int4 | top_k=max(64, 1%)"
+targets='tactic:mass=0.5;tactic:mass=0.6;tactic:mass=0.7;tactic:mass=0.8;tactic'
+reading='full;sluice;twilight;tactic;quest;psa;lfps;streaming'
+# Twilight: by keys and by copies of 4 bits, without a selector before; and which of the best copies find.
+always='near=0%,sinks=4,recent=0 | dense=2'
+estimates="exact | top_p=0.85 | $always;exact | int4 | top_p=0.85 | $always;exact | top_p=0.95 | $always"
+estimates="$estimates;exact | int4 | top_p=0.95 | $always;exact | top_k=128 | $always;exact | int4 | top_k=128 | $always"
+estimates="$estimates;exact | hadamard | top_k=128 | $always;exact | channels=16 | top_k=128 | $always"
+chunks='1024 2048 4096 8192'
+
 core_lengths=${RECORD_CORE_LENGTHS:-4K,8K,16K,32K,64K,128K}
 
 layer_lengths=${RECORD_LAYER_LENGTHS:-32K 128K}
@@ -106,12 +120,19 @@ parts() {
   fi
   for lengths in $prefill_lengths; do echo "prefill-tasks-$lengths"; done
   for structure in vertical_slash query_aware uniform; do echo "prefill-layer-$structure"; done
+  for size in $chunks; do echo "prefill-chunk-$size"; done
+  # Query blocks do not choose together on a GPU.
+  [ "$device" != host ] || for way in row chunk; do echo "prefill-by-$way"; done
   for task in niah multikey kv; do echo "later-$task"; done
+  echo history
+  echo tactic
+  echo estimates
+  for length in ${RECORD_TEXT_LENGTHS:-8K 32K}; do echo "text-$length"; done
   for what in together apart alpha bypass; do echo "core-$what"; done
   echo plan
   echo serve
   if draws; then
-    for figure in pages tokens recall; do echo "figure-$figure"; done
+    for figure in pages tokens recall heads blocks sparse bits; do echo "figure-$figure"; done
   fi
 }
 
@@ -158,14 +179,23 @@ eval_tasks() {
     --audit "$audit" --policies "$named" "$@" -o json --output "$out/$name.json"
 }
 
+# by_query_blocks NAME [option...]: heads that are all query-aware.
+by_query_blocks() {
+  name=$1
+  shift
+  eval_tasks "$name" niah,kv "$sweep_length" "$count" 0 full --tau 1 --min-budget 128 \
+    --prefill flexprefill@0.7,flexprefill@0.9,flexprefill@0.95 "$@"
+}
+
 measure() {
   short=${RECORD_SHORT:-2K,8K}
   count=${RECORD_COUNT:-8}
+  sweep_length=${RECORD_SWEEP_LENGTH:-8192}
   rest=${1#*-}
   case $1 in
     tasks-*-short) eval_tasks "$1" "${rest%-short}" "$short" "$count" 8 "$policies" ;;
     tasks-*-long) eval_tasks "$1" "${rest%-long}" "${RECORD_LONG:-32000}" "$count" 8 "$policies" ;;
-    sweep) eval_tasks "$1" niah,kv "${RECORD_SWEEP_LENGTH:-8192}" "${RECORD_SWEEP_COUNT:-4}" 4 "${RECORD_POLICIES:-$sweep}" ;;
+    sweep) eval_tasks "$1" niah,kv "$sweep_length" "${RECORD_SWEEP_COUNT:-4}" 4 "${RECORD_POLICIES:-$sweep}" ;;
     needles-*)
       "$sluice" eval --tasks "" --needles "$rest" --needle-tokens "${RECORD_NEEDLE_TOKENS:-128K}" \
         --needle-steps "${RECORD_NEEDLE_STEPS:-8}" --device "$device" --policies "$policies" \
@@ -184,6 +214,22 @@ measure() {
     prefill-layer-*)
       "$sluice" bench prefill --device "$device" --structures "${rest#layer-}" \
         ${RECORD_PREFILL_LAYER:+--length "$RECORD_PREFILL_LAYER"} -o json --output "$out/$1.json"
+      ;;
+    # FlexPrefill: queries that stand for those of a whole prompt or of a chunk, and query blocks that choose for
+    # themselves or together.
+    prefill-chunk-*)
+      eval_tasks "$1" niah,kv "$sweep_length" "$count" 0 full --prefill flexprefill@0.95 \
+        --prefill-chunk "${rest#chunk-}"
+      ;;
+    prefill-by-row) by_query_blocks "$1" ;;
+    prefill-by-chunk) by_query_blocks "$1" --flattened ;;
+    history) eval_tasks "$1" niah,kv "$short" "$count" 4 "${RECORD_POLICIES:-$ablation}" ;;
+    tactic) eval_tasks "$1" niah,kv "$sweep_length" 2 1 "${RECORD_POLICIES:-$targets}" ;;
+    estimates) eval_tasks "$1" niah,kv "$sweep_length" "${RECORD_SWEEP_COUNT:-4}" 4 "${RECORD_POLICIES:-$estimates}" ;;
+    text-*)
+      cat "$root"/docs/*.md >"$out/text.txt"
+      eval_tasks "$1" "" "$short" "${RECORD_TEXTS:-4}" 8 "${RECORD_POLICIES:-$reading}" --text "$out/text.txt" \
+        --text-lengths "$rest" --text-tokens "${RECORD_TEXT_TOKENS:-257}"
       ;;
     later-*) eval_tasks "$1" "$rest" "$short" "$count" 8 "$later" ;;
     core-together) core "$1" "$core_lengths" "topk;lfps" ;;

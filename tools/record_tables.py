@@ -186,6 +186,63 @@ def print_serve(found):
             cell(r["tbt_p99_ms"]), str(r["preemptions"])] for r in found])
 
 
+def print_chosen_prefill(title):
+    def show(found):
+        print(title + "\n")
+        table(["task", "prefill", "accuracy", "blocks computed"],
+              [[f"{r['task']} {thousands(r['length_tokens'])}", r["prefill"], cell(r["accuracy"]),
+                percent(r["blocks_share"])] for r in found])
+    return show
+
+
+def print_ablation(title):
+    def show(found):
+        print(title + "\n")
+        table(["policy", "task", "accuracy", "overlap", "coverage", "answer", "scored", "attended"],
+              [[code(r["policy"]), f"{r['task']} {thousands(r['length_tokens'])}", cell(r["accuracy"]),
+                cell(r["overlap_mean"]), cell(r["coverage_mean"], "{:.3f}"), cell(r["answer_coverage"], "{:.3f}"),
+                cell(r["scored_per_head_step"], "{:.0f}"), percent(r["attended_share"])] for r in found])
+    return show
+
+
+def print_text(found):
+    print("Predictions of a text\n")
+    table(["policy", "length", "tokens", "perplexity", "x dense", "KL", "worst", "same", "attended", "coverage"],
+          [[code(r["policy"]), thousands(r["length_tokens"]), str(r["predicted_tokens"]), cell(r["perplexity"], "{:.3f}"),
+            cell(r["perplexity_over_dense"], "{:.4f}"), cell(r["divergence_nats"], "{:.2g}"),
+            cell(r["divergence_worst_nats"], "{:.2g}"), percent(r["same_prediction_share"]),
+            percent(r["attended_share"]), cell(r["coverage_mean"], "{:.3f}")] for r in found])
+
+
+def print_heads(found):
+    print("FlexPrefill: pattern and sparsity of heads\n")
+    table(["gamma", "layer", "head", "distance", "query-aware", "blocks"],
+          [[cell(r["gamma"]), str(r["layer"]), str(r["head"]), cell(r["divergence"]), percent(r["query_aware_share"]),
+            percent(r["blocks_share"])] for r in found])
+
+
+def print_blocks(found):
+    print("FlexPrefill: block, representative queries, selection\n")
+    table(["variant", "blocks", "coverage", "p5", "error", "query-aware"],
+          [[r["variant"], percent(r["blocks_share"]), cell(r["coverage"], "{:.3f}"), cell(r["coverage_p5"], "{:.3f}"),
+            cell(r["output_error"], "{:.3f}"), percent(r["query_aware_share"])] for r in found])
+
+
+def print_sparse(found):
+    print("FlexPrefill: answers by the size of a block\n")
+    table(["variant", "prompts", "accuracy", "nats", "blocks"],
+          [[r["variant"], str(r["prompts"]), cell(r["accuracy"]), cell(r["answer_nats"], "{:.2g}"),
+            percent(r["blocks_share"])] for r in found])
+
+
+def print_bits(found):
+    print("Top-p by copies of few bits (Twilight, Fig. 5)\n")
+    table(["top-p", "estimate", "tokens", "of a group", "mass", "reached", "overlap", "pruned"],
+          [[cell(r["target"]), r["estimate"], cell(r["tokens"], "{:.0f}"), cell(r["tokens_group"], "{:.0f}"),
+            cell(r["mass"], "{:.3f}"), percent(r["reached_share"]), cell(r["overlap"]), percent(r["pruned_share"])]
+           for r in found])
+
+
 def print_pages(found):
     print("Pages that a share of the softmax takes (PSA, Fig. 2)\n")
     table(["layer", "share", "order", "pages", "20%", "median", "80%", "mean"],
@@ -228,6 +285,12 @@ def main():
                                ("sweep", "eval", print_sweep), ("needles-", "needles", print_needles), *layers,
                                ("prefill-tasks-", "eval", print_prefill_tasks),
                                ("prefill-layer-", "prefill", print_prefill_layer),
+                               ("prefill-chunk-", "eval", print_chosen_prefill("FlexPrefill by chunks, in their order")),
+                               ("prefill-by-row", "eval", print_chosen_prefill("Query blocks choose for themselves")),
+                               ("prefill-by-chunk", "eval", print_chosen_prefill("Query blocks choose together")),
+                               ("history", "eval", print_ablation("What of LFPS earns what")), ("tactic", "eval", print_sweep),
+                               ("estimates", "eval", print_ablation("Estimates: keys, and copies of 4 and 2 bits")),
+                               ("text-", "text", print_text),
                                ("later-", "eval", print_tasks), ("later-", "lost", print_lost),
                                ("core-together", "attention", print_core("One core, four query heads share keys")),
                                ("core-apart", "attention", print_core("One core, no query heads share keys")),
@@ -235,7 +298,9 @@ def main():
                                ("core-bypass", "attention", print_core("One core, heads with sinks")),
                                ("plan", "compared", print_plan), ("serve", "serve", print_serve),
                                ("figure-pages", "pages", print_pages), ("figure-tokens", "tokens", print_tokens),
-                               ("figure-recall", "recall", print_recall)]:
+                               ("figure-recall", "recall", print_recall), ("figure-heads", "heads", print_heads),
+                               ("figure-blocks", "blocks", print_blocks), ("figure-sparse", "sparse", print_sparse),
+                               ("figure-bits", "bits", print_bits)]:
         found = rows(reports, prefix, name)
         if found:
             show(found)

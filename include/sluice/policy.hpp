@@ -42,6 +42,9 @@ enum class BudgetKind : std::uint8_t {
 /// A score that decays more slowly gains less in a step than its 16 bits tell apart, see HistoryOptions.
 inline constexpr float kMostHistoryDecay = 0.998f;
 
+/// Which tables of the history propose candidates. The other one is kept as well, and says nothing.
+enum class HistoryTables : std::uint8_t { both, vertical, slash };
+
 /// Score tables over attention history (LFPS, arXiv 2506.15704). One pair of tables per query head.
 struct HistoryOptions {
   float alpha = 0.2f;               ///< threshold = mean + alpha*(max-mean)/sqrt(kurtosis); larger selects less. (0, 10]
@@ -60,6 +63,9 @@ struct HistoryOptions {
   /// attention without pattern costs no more than the other sources do. 1: never. [0, 1] It is about what is forecast;
   /// what is attended at most FarOptions say.
   float limit = 1.f;
+  HistoryTables tables = HistoryTables::both;
+  /// Neighbours of candidates are candidates, too, if they are above the mean of a table (section 4.4).
+  bool expand = true;
   friend bool operator==(const HistoryOptions&, const HistoryOptions&) = default;
 };
 

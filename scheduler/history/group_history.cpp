@@ -1,6 +1,7 @@
 #include "scheduler/history/group_history.hpp"
 
 #include <algorithm>
+#include <limits>
 
 #include "scheduler/history/prompt_attention.hpp"
 #include "scheduler/prefetch.hpp"
@@ -12,6 +13,10 @@ namespace {
 constexpr std::uint32_t kBefore = 1;
 constexpr std::uint32_t kAfter = 2;
 constexpr std::uint32_t kWidth = kBefore + 1 + kAfter;
+
+/// Of a table that is not asked: nothing is above.
+constexpr ScoreTable::Cut kSilent{
+    .mean = std::numeric_limits<ScoreCode>::max(), .threshold = std::numeric_limits<ScoreCode>::max(), .uniform = true};
 
 /// Candidates this far ahead are fetched into the cache: two lines each, more than a core keeps in flight anyway.
 constexpr std::size_t kPrefetchAhead = 12;
@@ -72,8 +77,8 @@ void GroupHistory::forecast(std::uint32_t tokens) {
   for (Head& head : heads_) {
     head.vertical.extend(off);
     head.slash.extend(off);
-    head.vertical_cut = head.vertical.cut(options_.alpha);
-    head.slash_cut = head.slash.cut(options_.alpha);
+    head.vertical_cut = options_.tables == HistoryTables::slash ? kSilent : head.vertical.cut(options_.alpha);
+    head.slash_cut = options_.tables == HistoryTables::vertical ? kSilent : head.slash.cut(options_.alpha);
     blank_ |= head.vertical_cut.uniform && head.slash_cut.uniform;
     TokenSet& found = candidates_of_thread();
     looked_at_ += find_candidates(head, found);
@@ -119,8 +124,9 @@ void GroupHistory::note(std::uint32_t token) {
 void GroupHistory::widen(std::uint32_t token) {
   const std::uint32_t moved = tokens_ - forecast_;
   const auto widened = [&](std::uint32_t at, TokenSet& set) {
-    const std::uint32_t begin = std::max(at, sinks_ + kBefore) - kBefore;
-    set.add_range(begin, std::min(at + kAfter + 1, forecast_));
+    const std::uint32_t before = options_.expand ? kBefore : 0;
+    const std::uint32_t begin = std::max(at, sinks_ + before) - before;
+    set.add_range(begin, std::min(at + (options_.expand ? kAfter : 0) + 1, forecast_));
   };
   widened(token, by_position_);
   if (token >= moved + sinks_) widened(token - moved, by_distance_);
@@ -147,13 +153,15 @@ TokenSet GroupHistory::candidates(std::uint32_t h) const {
   return found;
 }
 
-/// Eq. (9): EXP = { j + o : j in CAND, SV[j + o] > mean(SV) or SS[n - 1 - j - o] > mean(SS) }.
+/// Eq. (9): EXP = { j + o : j in CAND, SV[j + o] > mean(SV) or SS[n - 1 - j - o] > mean(SS) }; o = 0 alone if the
+/// options do not expand.
 void GroupHistory::expand(Head& head, const TokenSet& found) {
   head.expanded.reset(tokens_);
   const std::vector<std::uint32_t>& candidates = listed(found);
   const ScoreCode v_mean = head.vertical_cut.mean;
   const ScoreCode s_mean = head.slash_cut.mean;
   const std::uint32_t last = tokens_ - 1;
+  const std::uint32_t wanted = options_.expand ? (1u << kWidth) - 1 : 1u << kBefore;
   const ScoreCode* v = head.vertical.stored();
   const ScoreCode* s = head.slash.stored();
   for (std::size_t i = 0; i < candidates.size(); ++i) {
@@ -172,6 +180,8 @@ void GroupHistory::expand(Head& head, const TokenSet& found) {
         v_above |= (std::uint32_t{v_mean} - v4[o]) >> 31 << o;
         s_above |= (std::uint32_t{s_mean} - s4[kWidth - 1 - o]) >> 31 << o;
       }
+      v_above &= wanted;
+      s_above &= wanted;
       head.expanded.add_bits(j - kBefore, v_above | s_above);
       if (follows()) {
         by_position_.add_bits(j - kBefore, v_above);
@@ -180,6 +190,7 @@ void GroupHistory::expand(Head& head, const TokenSet& found) {
     } else {
       const std::uint32_t to = std::min(j + kAfter, last);
       for (std::uint32_t t = std::max(j, sinks_ + kBefore) - kBefore; t <= to; ++t) {
+        if (!options_.expand && t != j) continue;
         const bool by_position = v[t - sinks_] > v_mean;
         const bool by_distance = s[last - t] > s_mean;
         if (by_position || by_distance) head.expanded.add(t);

@@ -42,6 +42,15 @@ class Options {
 
 std::string on_off(bool on) { return on ? "on" : "off"; }
 
+std::string tables_word(HistoryTables tables) {
+  switch (tables) {
+    case HistoryTables::both: return "both";
+    case HistoryTables::vertical: return "vertical";
+    case HistoryTables::slash: return "slash";
+  }
+  return "unknown";
+}
+
 std::string history_words(const HistoryOptions& history) {
   const HistoryOptions usual;
   Options options("history");
@@ -53,6 +62,8 @@ std::string history_words(const HistoryOptions& history) {
   options.add("observe_near", history.observe_near, usual.observe_near, on_off);
   options.add("observe_every", history.observe_every, usual.observe_every);
   options.add("limit", history.limit, usual.limit, percent);
+  options.add("tables", history.tables, usual.tables, tables_word);
+  options.add("expand", history.expand, usual.expand, on_off);
   return options.text();
 }
 

@@ -23,6 +23,13 @@ Pooling read_pooling(const Word& word) {
   word.fail("is no pooling; there are max, mean");
 }
 
+HistoryTables read_tables(const Word& word) {
+  if (word.value == "both") return HistoryTables::both;
+  if (word.value == "vertical") return HistoryTables::vertical;
+  if (word.value == "slash") return HistoryTables::slash;
+  word.fail("are no tables of the history; there are both, vertical, slash");
+}
+
 /// Pages by a budget of tokens, as Quest and ArkVale count.
 void read_page_tokens(const Word& word, PageSourceOptions& pages) {
   pages.min_tokens = read_count(word);
@@ -81,6 +88,8 @@ constexpr Key kKeys[] = {
     {"observe_near", Room::history, [](S& s, const W& w) { s.history.observe_near = read_switch(w); }},
     {"observe_every", Room::history, [](S& s, const W& w) { s.history.observe_every = read_count(w); }},
     {"limit", Room::history, [](S& s, const W& w) { s.history.limit = read_share(w); }},
+    {"tables", Room::history, [](S& s, const W& w) { s.history.tables = read_tables(w); }},
+    {"expand", Room::history, [](S& s, const W& w) { s.history.expand = read_switch(w); }},
 
     {"digest", Room::pages, [](S& s, const W& w) { read_digest(w, s.pages); }},
     {"pages", Room::pages, [](S& s, const W& w) { read_pages(w, s.pages); }},

@@ -279,3 +279,44 @@ TEST_CASE("a forecast beyond its limit proposes nothing", "[history]") {
   for (std::uint32_t h = 0; h < kGroup; ++h) REQUIRE(held.history.expanded(h).size() == 0);
   REQUIRE_FALSE(held.history.blank());
 }
+
+TEST_CASE("a table that is not asked proposes nothing, and without expansion neighbours do not", "[history]") {
+  const auto tables = GENERATE(HistoryTables::both, HistoryTables::vertical, HistoryTables::slash);
+  const bool expand = GENERATE(true, false);
+  CAPTURE(tables, expand);
+  Twins twins(700, 32, {.tables = tables, .expand = expand});
+  const bool by_position = tables != HistoryTables::slash, by_distance = tables != HistoryTables::vertical;
+  std::size_t proposed = 0, widened = 0;
+  for (int step = 0; step < 40; ++step) {
+    twins.forecast();
+    for (std::uint32_t h = 0; h < kGroup; ++h) {
+      CAPTURE(step, h);
+      const NaiveHistory& naive = twins.naive[h];
+      const double mv = naive.vertical.mean(), ms = naive.slash.mean();
+      const double tau_v = naive.vertical.threshold(0.2), tau_s = naive.slash.threshold(0.2);
+      const auto above = [&](std::uint32_t j, double v, double s, double slack) {
+        return (by_position && naive.sv(j) > v * (1 + slack)) ||
+               (by_distance && naive.ss(j, twins.n) > s * (1 + slack));
+      };
+      const TokenSet& expanded = twins.history.expanded(h);
+      for (std::uint32_t j = kSinks; j < twins.n; ++j) {
+        // Within rounding it may be either.
+        bool sure = above(j, tau_v, tau_s, 2 * kError), possible = above(j, tau_v, tau_s, -2 * kError);
+        proposed += sure ? 1 : 0;
+        for (const int o : {-1, 0, 1, 2}) {
+          const std::int64_t from = std::int64_t{j} - o;
+          if (!expand || from < kSinks || from >= twins.n) continue;
+          const auto k = static_cast<std::uint32_t>(from);
+          sure |= above(k, tau_v, tau_s, 2 * kError) && above(j, mv, ms, 2 * kError);
+          possible |= above(k, tau_v, tau_s, -2 * kError) && above(j, mv, ms, -2 * kError);
+        }
+        if (sure) REQUIRE(expanded.contains(j));
+        if (!possible) REQUIRE_FALSE(expanded.contains(j));
+        widened += expanded.contains(j) ? 1 : 0;
+      }
+    }
+    twins.observe();
+  }
+  REQUIRE(proposed > 40);
+  REQUIRE(widened >= proposed);
+}

@@ -119,8 +119,8 @@ TEST_CASE("sluice is a composition of papers' stages", "[policy_text]") {
 
 TEST_CASE("every key reaches its field", "[policy_text]") {
   const PolicySpec spec = parse_policy(
-      "history:alpha=0.3,decay=0.9,init=16,local=7,share_group=off,observe_near=false,observe_every=4,limit=10%+pages:"
-      "box,"
+      "history:alpha=0.3,decay=0.9,init=16,local=7,share_group=off,observe_near=false,observe_every=4,limit=10%,"
+      "tables=slash,expand=off+pages:box,"
       "pages=max(5,4%) | int4 | top_k=max(100,3%) | far=max(4000,2%) | bypass=0.9 | near=25%,sinks=8,recent=64 | "
       "dense=2,every=5 | page=16");
   REQUIRE(spec.history == HistoryOptions{.alpha = 0.3f,
@@ -130,7 +130,9 @@ TEST_CASE("every key reaches its field", "[policy_text]") {
                                          .share_in_group = false,
                                          .observe_near = false,
                                          .observe_every = 4,
-                                         .limit = 0.1f});
+                                         .limit = 0.1f,
+                                         .tables = HistoryTables::slash,
+                                         .expand = false});
   REQUIRE(spec.pages == PageSourceOptions{.digest = DigestKind::box, .min_pages = 5, .share = 0.04f});
   REQUIRE(spec.budget == BudgetOptions{.min_tokens = 100, .share = 0.03f});
   REQUIRE(spec.far == FarOptions{.min_tokens = 4000, .share = 0.02f});
@@ -138,11 +140,12 @@ TEST_CASE("every key reaches its field", "[policy_text]") {
   REQUIRE(spec.bypass_threshold == 0.9f);
   REQUIRE(spec.dense_layers == 2);
   REQUIRE(spec.dense_every == 5);
-  REQUIRE(to_string(spec) ==
-          "history:alpha=0.3,decay=0.9,init=16,local=7,observe_near=off,observe_every=4,limit=10%+pages:box,pages=max("
-          "5, 4%) | "
-          "int4 | top_k=max(100, 3%) | far=max(4000, 2%) | near=25%,sinks=8,recent=64 | bypass=sink:0.9 | "
-          "dense=2,every=5 | page=16");
+  REQUIRE(
+      to_string(spec) ==
+      "history:alpha=0.3,decay=0.9,init=16,local=7,observe_near=off,observe_every=4,limit=10%,tables=slash,expand=off+"
+      "pages:box,pages=max(5, 4%) | "
+      "int4 | top_k=max(100, 3%) | far=max(4000, 2%) | near=25%,sinks=8,recent=64 | bypass=sink:0.9 | "
+      "dense=2,every=5 | page=16");
 }
 
 TEST_CASE("a budget is a fixed count, a share above the preset's floor, or the larger of both", "[policy_text]") {

@@ -21,6 +21,8 @@ inline void fill_randomly(PolicySpec& spec, std::mt19937& rng) {
   maybe(spec.history.observe_near, false);
   maybe(spec.history.observe_every, 1 + below(9));
   maybe(spec.history.limit, share());
+  maybe(spec.history.tables, static_cast<HistoryTables>(below(3)));
+  maybe(spec.history.expand, false);
   maybe(spec.pages.digest, DigestKind::box);
   maybe(spec.pages.min_pages, 1 + below(9));
   maybe(spec.pages.min_tokens, below(99));

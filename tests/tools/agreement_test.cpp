@@ -63,6 +63,24 @@ TEST_CASE("predictions are compared while both have said the same, and where the
   REQUIRE(divergence({}, {}, {}, {}, 2).steps == 0);
 }
 
+TEST_CASE("predictions of a text are judged by what came") {
+  const auto logits = [](std::vector<double> shares) {
+    std::vector<float> found;
+    for (const double share : shares) found.push_back(static_cast<float>(-2.0 + std::log(share)));
+    return found;
+  };
+  const std::vector<std::vector<int>> came{{0, 1}, {1}};
+  const std::vector<std::vector<float>> sure{logits({0.5, 0.5, 0.2, 0.8}), logits({0.9, 0.1})};
+  const Prediction found = prediction(came, sure, 2);
+  REQUIRE(found.tokens == 3);
+  REQUIRE(found.perplexity == Approx(std::cbrt(1.0 / (0.5 * 0.8 * 0.1))).epsilon(1e-5));
+  const std::vector<std::vector<float>> other{logits({0.6, 0.4, 0.7, 0.3}), logits({0.6, 0.4})};
+  REQUIRE(same_predictions(other, sure, 2) == Approx(2.0 / 3));
+  REQUIRE(same_predictions(sure, sure, 2) == 1.0);
+  REQUIRE(prediction({}, {}, 2).perplexity == 0.0);
+  REQUIRE(same_predictions({}, {}, 2) == 0.0);
+}
+
 TEST_CASE("answers part at the first token that differs, one that ends early at its end") {
   const std::vector<std::vector<int>> dense{{1, 2, 3}, {1, 2, 3}, {1, 2, 3}, {}};
   const std::vector<std::vector<int>> said{{1, 2, 3}, {1, 9, 3}, {1, 2, 3, 4}, {}};

@@ -24,6 +24,7 @@ Outcome record(const std::string& arguments) {
   const TemporaryDirectory scratch;
   const std::string command = "SLUICE='" + sluice::test::cli_path() + "' MODEL='" + kData +
                               "/testbed' RECORD_SHORT=512 RECORD_LONG=600 RECORD_COUNT=1 "
+                              "RECORD_TEXT_LENGTHS=512 RECORD_TEXT_TOKENS=20 RECORD_TEXTS=1 "
                               "RECORD_POLICIES='full;streaming:recent=8' sh '" +
                               kData + "/../../tools/record.sh' " + arguments + " >'" + scratch.file("out") + "' 2>'" +
                               scratch.file("err") + "'";
@@ -41,12 +42,12 @@ TEST_CASE("the record is measured in parts and merged from those that there are"
   const Outcome list = record("--list host");
   REQUIRE(list.code == 0);
   CHECK(contains(list.out, "5 tasks-kv-short\n6 tasks-kv-long\n"));
-  for (const char* part : {"5", "tasks-kv-long"}) {
+  for (const char* part : {"5", "tasks-kv-long", "text-512"}) {
     const Outcome outcome = record(directory + "--part " + part);
     CAPTURE(part, outcome.err);
     REQUIRE(outcome.code == 0);
   }
-  CHECK(scratch.entries() == 2);
+  CHECK(scratch.entries() == 4);  // With the text.
   CHECK(json::parse(read_file(scratch.file("tasks-kv-short.json"))).at("results").at("eval").size() == 2);
   if (std::system("python3 -c '' 2>/dev/null") != 0) {
     WARN("skipped: python3 makes the tables, and there is none");
@@ -61,6 +62,7 @@ TEST_CASE("the record is measured in parts and merged from those that there are"
   CHECK_FALSE(contains(tables, "`tasks-kv-short`"));
   CHECK(contains(tables, "| `full` | 1.00 | 1.00 |"));  // Both lengths in one table.
   CHECK(contains(tables, "| `streaming:recent=8` | 0.00 |"));
+  CHECK(contains(tables, "| `full` | 512 | 19 |"));  // Predictions, of which the last is not known.
   const std::string svg = read_file(scratch.file("accuracy.svg"));
   CHECK(svg.starts_with("<svg"));
   CHECK(contains(svg, "streaming:recent=8"));

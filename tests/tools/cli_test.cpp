@@ -216,6 +216,48 @@ TEST_CASE("eval compares with dense attention prompt by prompt, under the far to
   CHECK(sluice::test::sluice(kEval + "--far many").code != 0);
 }
 
+TEST_CASE("eval reads texts on and compares what is predicted", "[cli]") {
+  const std::string text = kEval + "--tasks '' --text '" + sluice::test::test_data() + "/testbed/README.md' ";
+  const std::string arguments = text + "--text-lengths 512,1K --text-tokens 40 --count 2 ";
+  const Outcome outcome = sluice::test::sluice(arguments + "--policies 'full;topk;streaming:recent=8' -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json results = report_of(outcome.out, "eval").at("results");
+  CHECK_FALSE(results.contains("eval"));
+  const json rows = results.at("text");
+  REQUIRE(rows.size() == 2 * 3);
+  for (const json& row : rows) {
+    CAPTURE(row.dump());
+    CHECK(row.at("passages") == 2);
+    CHECK(row.at("predicted_tokens") == 2 * 39);  // What comes behind the last one is not known.
+    const double ratio = row.at("perplexity_over_dense");
+    // Far from a guess among 320 bytes, and far from certain.
+    CHECK(row.at("perplexity") > 2.0);
+    CHECK(row.at("perplexity") < 20.0);
+    if (row.at("policy") == "full") {
+      CHECK(ratio == 1.0);
+      CHECK(row.at("divergence_worst_nats") == 0.0);
+      CHECK(row.at("same_prediction_share") == 1.0);
+    } else if (row.at("policy") == "topk") {
+      CHECK(ratio == Approx(1.0).epsilon(0.1));
+      CHECK(row.at("divergence_nats") > 0.0);
+    } else {
+      CHECK(ratio > 1.02);
+      CHECK(row.at("divergence_nats") > 0.05);
+      CHECK(row.at("same_prediction_share") < 1.0);
+    }
+  }
+  const json alone = report_of(sluice::test::sluice(arguments + "--policies topk -o json").out, "eval").at("results");
+  CHECK(alone.at("text").at(0).at("divergence_nats").is_null());
+
+  const auto complaint = [&](const std::string& words) {
+    return sluice::test::sluice(text + "--policies full " + words).err;
+  };
+  CHECK(contains(complaint("--text-lengths 512 --text-tokens 8 --count 40"), "give more text"));
+  CHECK(contains(complaint("--text-lengths 64K --text-tokens 8 --count 1"), "room for 0"));
+  CHECK(contains(complaint("--text-lengths 512 --text-tokens 600"), "lower --text-tokens"));
+}
+
 TEST_CASE("eval writes its prompts for other programs", "[cli]") {
   const TemporaryDirectory scratch;
   const std::string text = scratch.write("haystack", "caf\xe9 au lait.\n");

@@ -82,6 +82,36 @@ Agreement agreement(std::span<const std::vector<int>> outputs, std::span<const s
   return found;
 }
 
+Prediction prediction(std::span<const std::vector<int>> tokens, std::span<const std::vector<float>> logits,
+                      std::size_t vocabulary) {
+  Prediction found;
+  double nats = 0.0;
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    for (std::size_t step = 0; step < tokens[i].size(); ++step) {
+      const auto before = std::span(logits[i]).subspan(step * vocabulary, vocabulary);
+      nats += log_sum(before) - static_cast<double>(before[static_cast<std::size_t>(tokens[i][step])]);
+      ++found.tokens;
+    }
+  }
+  if (found.tokens != 0) found.perplexity = std::exp(nats / static_cast<double>(found.tokens));
+  return found;
+}
+
+double same_predictions(std::span<const std::vector<float>> logits, std::span<const std::vector<float>> dense_logits,
+                        std::size_t vocabulary) {
+  std::uint64_t same = 0;
+  std::uint64_t steps = 0;
+  const auto likeliest = [vocabulary](const std::vector<float>& of, std::size_t step) {
+    const auto predicted = std::span(of).subspan(step * vocabulary, vocabulary);
+    return std::ranges::max_element(predicted) - predicted.begin();
+  };
+  for (std::size_t i = 0; i < logits.size(); ++i) {
+    for (std::size_t step = 0; step < logits[i].size() / vocabulary; ++step, ++steps)
+      same += likeliest(logits[i], step) == likeliest(dense_logits[i], step) ? 1 : 0;
+  }
+  return steps == 0 ? 0.0 : static_cast<double>(same) / static_cast<double>(steps);
+}
+
 Divergence divergence(std::span<const std::vector<int>> outputs, std::span<const std::vector<int>> dense,
                       std::span<const std::vector<float>> logits, std::span<const std::vector<float>> dense_logits,
                       std::size_t vocabulary) {

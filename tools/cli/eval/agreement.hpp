@@ -34,6 +34,19 @@ struct Divergence {
   double worst_nats = 0.0;  ///< of one step
   std::uint64_t steps = 0;
 };
+/// How well tokens were predicted that were not chosen by the prediction.
+struct Prediction {
+  double perplexity = 0.0;  ///< exponential of the mean negative log-likelihood
+  std::uint64_t tokens = 0;
+};
+/// @param tokens  of each text
+/// @param logits  [tokens, vocabulary] of each text: what was predicted before each token
+[[nodiscard]] Prediction prediction(std::span<const std::vector<int>> tokens,
+                                    std::span<const std::vector<float>> logits, std::size_t vocabulary);
+/// Share of the steps in which both find the same token most likely.
+[[nodiscard]] double same_predictions(std::span<const std::vector<float>> logits,
+                                      std::span<const std::vector<float>> dense_logits, std::size_t vocabulary);
+
 /// Over the steps in which both had said the same before: those of a common beginning, and the one after it.
 /// @param outputs, dense  as of `agreement`
 /// @param logits, dense_logits  [steps, vocabulary] of each prompt, a step for each token said and for one that ends it

@@ -1,48 +1,19 @@
 #include <algorithm>
 #include <memory>
-#include <optional>
 #include <utility>
 
 #include "sluice/error.hpp"
-#include "tools/cli/device_flags.hpp"
+#include "tools/cli/eval/eval_model.hpp"
 #include "tools/cli/eval/prompts.hpp"
-#include "tools/cli/eval/report.hpp"
 #include "tools/cli/far_flag.hpp"
-#include "tools/cli/model_source.hpp"
-#include "tools/cli/prefill_flags.hpp"
-#include "tools/cli/run/prompt.hpp"
 #include "tools/cli/text/command.hpp"
 #include "tools/cli/text/interrupt.hpp"
 #include "tools/cli/text/values.hpp"
-#include "tools/cli/trace/trace.hpp"
 #include "tools/llama/files.hpp"
 #include "tools/llama/presets.hpp"
-#include "tools/llama/tokenizer.hpp"
 
 namespace sluice::tools {
 namespace {
-
-struct EvalOptions {
-  std::string model;
-  std::string tasks = "niah,multikey,kv";
-  std::string lengths = "2048,8192";
-  std::string policies = "presets";
-  TaskEvalOptions task;
-  PrefillFlags prefill;
-  std::string haystack;
-  std::string near = "5%";
-  std::string far;
-  std::string far_shape;
-  std::string prompts;
-  std::string needles;
-  std::string needle_tokens = "128K";
-  std::uint32_t needle_steps = 8;
-  std::vector<double> sinks;
-  std::string plot;
-  EngineFlags engine;
-  DeviceFlags device;
-  OutputOptions output;
-};
 
 NamedPolicies policies_of(const std::string& text) {
   NamedPolicies policies;
@@ -89,45 +60,6 @@ std::vector<NeedleOptions> needles_of(const EvalOptions& options) {
   return needles;
 }
 
-/// The policies with the budget that --far says, at the length of each cell.
-class FarBudgets {
- public:
-  FarBudgets(const EvalOptions& options, const EngineFlags& flags, const Device* device, const AttentionShape& model)
-      : options_(options), flags_(flags), device_(device), model_(model) {
-    shape_ = options.far_shape.empty() ? model : preset_config(options.far_shape).shape();
-  }
-
-  [[nodiscard]] std::vector<PolicySpec> of(const std::vector<PolicySpec>& policies, std::uint32_t length) {
-    std::vector<PolicySpec> cut;
-    for (const PolicySpec& policy : policies) {
-      const FarPlace place{.shape = shape_,
-                           .kv_dtype = flags_.kv_dtype,
-                           .placement = flags_.placement,
-                           .page_tokens = page_tokens_for(policy, flags_),
-                           .tokens = length,
-                           .near_hits = usual_near_hits(parse_share(options_.near, "--near"))};
-      cut.push_back(with_far_of(policy, options_.far, place, model_, [this] { return rates(); }));
-    }
-    return cut;
-  }
-
- private:
-  [[nodiscard]] const scheduler::LaneRates& rates() {
-    if (!rates_) {
-      const PageLayout page{.head_dim = shape_.head_dim, .dtype = flags_.kv_dtype};
-      rates_ = measured_rates(device_, page.page_bytes(), flags_.threads);
-    }
-    return *rates_;
-  }
-
-  const EvalOptions& options_;
-  const EngineFlags& flags_;
-  const Device* device_;
-  AttentionShape model_;
-  AttentionShape shape_;
-  std::optional<scheduler::LaneRates> rates_;
-};
-
 Json config_of(const EvalOptions& options, const EngineFlags& runtime, const NamedPolicies& policies,
                std::span<const PrefillSpec> prefills) {
   Json modes = Json::array();
@@ -146,6 +78,9 @@ Json config_of(const EvalOptions& options, const EngineFlags& runtime, const Nam
           {"max_tokens", options.task.max_tokens},
           {"seed", options.task.seed},
           {"haystack", options.haystack},
+          {"text", options.passages.text},
+          {"text_lengths", options.passages.text.empty() ? "" : options.passages.lengths},
+          {"text_tokens", options.passages.tokens},
           {"needles", options.needles},
           {"needle_tokens", options.needle_tokens},
           {"needle_steps", options.needle_steps},
@@ -173,21 +108,26 @@ void check(const EvalOptions& options, const NamedPolicies& policies) {
 }
 
 int run(const EvalOptions& options) {
-  const NamedPolicies policies = policies_of(options.policies);
-  const std::vector<Cell> cells = cells_of(options);
+  EvalPlan plan{.policies = policies_of(options.policies),
+                .prefills = {},
+                .cells = cells_of(options),
+                .passages = {},
+                .device = nullptr};
   if (!options.prompts.empty()) {
     const std::string haystack = options.haystack.empty() ? "" : read_input(options.haystack);
-    OutputTarget(options.prompts).commit(prompts_of(cells, options.task, haystack));
+    OutputTarget(options.prompts).commit(prompts_of(plan.cells, options.task, haystack));
     return 0;
   }
-  check(options, policies);
+  check(options, plan.policies);
   const std::vector<NeedleOptions> needles = needles_of(options);
-  const std::vector<PrefillSpec> prefills = parse_prefills(options.prefill);
-  if (cells.empty() && needles.empty()) {
+  plan.prefills = parse_prefills(options.prefill);
+  plan.passages = passage_lengths(options.passages);
+  const bool modelled = !plan.cells.empty() || !plan.passages.empty();
+  if (!modelled && needles.empty()) {
     throw Error(Errc::invalid_argument,
                 "--tasks: the list is empty; name at least one, e.g. niah,kv, or give --needles 1");
   }
-  if (!cells.empty() && options.model.empty()) {
+  if (modelled && options.model.empty()) {
     throw Error(Errc::invalid_argument,
                 "--model: the tasks need one, such as tests/data/testbed; or give --tasks \"\"");
   }
@@ -195,44 +135,22 @@ int run(const EvalOptions& options) {
   const OutputTarget target(options.output.path);
   const std::unique_ptr<OutputTarget> plot =
       options.plot.empty() ? nullptr : std::make_unique<OutputTarget>(options.plot);
-  const std::shared_ptr<Device> device = make_device(options.device);
+  plan.device = make_device(options.device);
   EngineFlags flags = options.engine;
-  choose_chunk(flags, device.get(), prefills);
-  advise(flags.fetch_share, device.get(), flags.threads);
-  AttentionShape shape;
+  choose_chunk(flags, plan.device.get(), plan.prefills);
+  advise(flags.fetch_share, plan.device.get(), flags.threads);
   ProgressBar bar("eval");
   const InterruptScope interrupts;
-  std::unique_ptr<EvalReport> report;
-  if (cells.empty()) {
-    report = std::make_unique<EvalReport>(policies, shape);
-  } else {
-    const Model model = load_model(options.model, "", options.engine.threads, device);
-    if (!ByteTokenizer::fits(model.config())) {
-      throw Error(Errc::invalid_argument,
-                  "--model: the tasks are written in bytes and need a byte-level model such as tests/data/testbed");
-    }
-    choose_kv_dtype(flags, model);
-    report = std::make_unique<EvalReport>(policies, model.config().shape(), model.config().vocab_size);
-    TaskEvalOptions task = options.task;
-    task.near = parse_share(options.near, "--near");
-    const std::string haystack = options.haystack.empty() ? "" : read_input(options.haystack);
-    TaskEvaluation evaluation(task, flags, model, policies.specs, device, haystack);
-    for (const Cell& cell : cells) evaluation.check(cell);  // Not after hours of others.
-    FarBudgets budgets(options, flags, device.get(), model.config().shape());
-    for (const Cell& cell : cells) {
-      evaluation.replace_policies(budgets.of(policies.specs, cell.length));
-      for (const PrefillSpec& prefill : prefills) {
-        if (!interrupted()) report->add(cell, to_text(prefill), evaluation.run(cell, prefill, bar));
-      }
-    }
-  }
+  const std::unique_ptr<EvalReport> report = modelled ? evaluate_model(options, flags, plan, bar)
+                                                      : std::make_unique<EvalReport>(plan.policies, AttentionShape{});
   EngineFlags needle_flags = options.engine;
   needle_flags.fetch_share = flags.fetch_share;
   for (const NeedleOptions& planted : needles) {
     if (interrupted()) break;
-    report->add(planted, evaluate_needles(planted, needle_flags, policies.specs, device, bar), needle_shape());
+    report->add(planted, evaluate_needles(planted, needle_flags, plan.policies.specs, plan.device, bar),
+                needle_shape());
   }
-  Report result{.command = "eval", .config = config_of(options, flags, policies, prefills)};
+  Report result{.command = "eval", .config = config_of(options, flags, plan.policies, plan.prefills)};
   result.tables = report->tables();
   if (plot) plot->commit(report->svg());
   return deliver(std::move(result), options.output.format, target);
@@ -278,6 +196,7 @@ void add_eval(CLI::App& app, int& exit_code) {
                    "Model shape, such as llama-3.1-8b, whose budget --far is at each length: this model gets as many "
                    "tokens for each query head")
       ->type_name("SHAPE");
+  add_passage_flags(*command, options->passages);
   command
       ->add_option("--write-prompts", options->prompts,
                    "Write prompts and answers as JSON lines, a byte a code point, instead of running any")

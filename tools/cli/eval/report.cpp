@@ -116,6 +116,37 @@ void EvalReport::add_pairs(const Cell& cell, const std::string& prefill, const s
   }
 }
 
+void EvalReport::add_passages(std::uint32_t length, const std::string& prefill, const std::vector<TaskScore>& scores) {
+  const TaskScore* const dense = dense_score(policies_, scores);
+  for (std::size_t p = 0; p < scores.size(); ++p) {
+    const TaskScore& score = scores[p];
+    if (score.prompts == 0) continue;
+    const Prediction predicted = prediction(score.outputs, score.logits, vocabulary_);
+    std::vector<Column> columns = {{"length_tokens", "length"},    {"policy", "policy"},
+                                   {"prefill", "prefill"},         {"page_tokens", "page"},
+                                   {"passages", "passages"},       {"predicted_tokens", "tokens"},
+                                   {"perplexity", "perplexity", 4}};
+    std::vector<Json> row = {length,           policies_.names[p],  prefill, score.layout.page_tokens, score.prompts,
+                             predicted.tokens, predicted.perplexity};
+    const std::vector<Column> beside = {{"perplexity_over_dense", "x dense", 4},
+                                        {"divergence_nats", "KL", 5},
+                                        {"divergence_worst_nats", "worst", 3},
+                                        {"same_prediction_share", "same", 1, Column::Show::percent}};
+    columns.insert(columns.end(), beside.begin(), beside.end());
+    if (dense == nullptr || dense->prompts != score.prompts) {
+      row.insert(row.end(), beside.size(), Json());
+    } else {
+      const Divergence apart = divergence(score.outputs, dense->outputs, score.logits, dense->logits, vocabulary_);
+      row.insert(row.end(), {predicted.perplexity / prediction(dense->outputs, dense->logits, vocabulary_).perplexity,
+                             apart.nats, apart.worst_nats, same_predictions(score.logits, dense->logits, vocabulary_)});
+    }
+    append_decode(score.decoded, shape_, score.layout, columns, row);
+    append_reached(policies_.specs[p], score.decoded.audited.coverage, columns, row);
+    passages_.columns = std::move(columns);
+    passages_.rows.push_back(std::move(row));
+  }
+}
+
 void EvalReport::add(const NeedleOptions& options, const std::vector<NeedleScore>& scores,
                      const AttentionShape& shape) {
   for (std::size_t p = 0; p < scores.size(); ++p) {
@@ -144,6 +175,7 @@ std::vector<Table> EvalReport::tables() const {
     tables.push_back(lost_);  // Without rows, too: which files there are depends on the options alone.
     if (!pairs_.columns.empty()) tables.push_back(pairs_);
   }
+  if (!passages_.rows.empty()) tables.push_back(passages_);
   if (!needles_.rows.empty()) tables.push_back(needles_);
   return tables;
 }

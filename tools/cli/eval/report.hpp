@@ -27,6 +27,8 @@ class EvalReport {
   /// Every policy's scores after prompts prefilled as `prefill` says. Those without prompts are left out.
   /// With logits, pairs of every policy's answers and dense attention's, too.
   void add(const Cell& cell, const std::string& prefill, const std::vector<TaskScore>& scores);
+  /// Every policy's predictions of what came in passages of so many tokens, beside dense attention's.
+  void add_passages(std::uint32_t length, const std::string& prefill, const std::vector<TaskScore>& scores);
   void add(const NeedleOptions& options, const std::vector<NeedleScore>& scores, const AttentionShape& shape);
 
   /// Those that have rows, and who lost answers wherever tasks were tried.
@@ -51,6 +53,11 @@ class EvalReport {
                .title =
                    "Against dense attention, prompt by prompt; at least: of all prompts, with 95% confidence, the "
                    "share of the same answers; KL: of the next token while both have said the same, nats"};
+  Table passages_{.key = "text",
+                  .title =
+                      "Predictions of what comes next in a text, token by token; x dense: perplexity by that of dense "
+                      "attention; KL: from dense attention's prediction, nats; same: tokens where both find the same "
+                      "one most likely"};
   Table needles_{.key = "needles",
                  .title =
                      "Needles in synthetic attention, new ones in every step; found: heads and steps that "

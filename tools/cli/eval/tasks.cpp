@@ -60,28 +60,28 @@ std::size_t TaskEvaluation::tokens_of(std::span<const Task> tasks) const {
   return most;
 }
 
-void TaskEvaluation::check(const Cell& cell) const {
-  const std::size_t tokens = tokens_of(tasks_of(cell));
+void TaskEvaluation::check(std::span<const Task> tasks, const std::string& option, const std::string& what,
+                           std::uint32_t length) const {
+  const std::size_t tokens = tokens_of(tasks);
   const std::uint32_t most = model_.config().max_position_embeddings;
   if (tokens <= most) return;
-  throw Error(Errc::invalid_argument, "--lengths: " + std::string(to_string(cell.kind)) + " of " +
-                                          std::to_string(cell.length) + " tokens takes " + std::to_string(tokens) +
-                                          " with its answer, and the model's context has " + std::to_string(most) +
-                                          "; take at most " + std::to_string(cell.length - (tokens - most)));
+  throw Error(Errc::invalid_argument, option + ": " + what + " of " + std::to_string(length) + " tokens takes " +
+                                          std::to_string(tokens) + " with its answer, and the model's context has " +
+                                          std::to_string(most) + "; take at most " +
+                                          std::to_string(length - (tokens - most)));
 }
 
-std::vector<TaskScore> TaskEvaluation::run(const Cell& cell, const PrefillSpec& prefill, ProgressBar& bar) {
-  const std::vector<Task> tasks = tasks_of(cell);
+std::vector<TaskScore> TaskEvaluation::run(std::span<const Task> tasks, const std::string& what,
+                                           const PrefillSpec& prefill, ProgressBar& bar) {
   std::vector<TaskScore> scores(policies_.size());
   std::size_t done = 0;
   const auto told = [&](std::size_t policy) {
-    bar.update(++done, tasks.size() * policies_.size(),
-               std::string(to_string(cell.kind)) + ' ' + std::to_string(cell.length) + ' ' + policies_[policy].name);
+    bar.update(++done, tasks.size() * policies_.size(), what + ' ' + policies_[policy].name);
   };
   try {
     for (std::size_t first = 0; first < tasks.size(); first += kPromptsAtOnce) {
       const std::size_t count = std::min(kPromptsAtOnce, tasks.size() - first);
-      run(std::span(tasks).subspan(first, count), prefill, scores, told);
+      run(tasks.subspan(first, count), prefill, scores, told);
     }
   } catch (const Interrupted&) {
     for (TaskScore& score : scores) {
@@ -168,7 +168,11 @@ void TaskEvaluation::answer(sluice::Engine& engine, const EngineSession& prompt,
   session.audit_every(flags_.audit_every);
   engine.watch(session.sequence(), evidence_of(task));
   const EngineStats before = engine.stats();
-  for (const int token : question) session.decode(token);
+  if (task.answer.empty()) {
+    predict(session, question, score);
+  } else {
+    for (const int token : question) session.decode(token);
+  }
   const std::size_t limit = answer_limit(task);
   std::vector<int> output;
   std::vector<float> logits;
@@ -187,12 +191,25 @@ void TaskEvaluation::answer(sluice::Engine& engine, const EngineSession& prompt,
                   .audited = {}};
   run.audited.merge_totals(report);
   score.decoded.merge(run);
-  const bool right = solved(task, ByteTokenizer::decode(output));
   ++score.prompts;
+  if (task.answer.empty()) return;
+  const bool right = solved(task, ByteTokenizer::decode(output));
   score.solved += right ? 1 : 0;
   if (!right) add_lost(report, score);
   score.outputs.push_back(std::move(output));
   if (options_.logits) score.logits.push_back(std::move(logits));
+}
+
+void TaskEvaluation::predict(EngineSession& session, std::span<const int> question, TaskScore& score) const {
+  std::vector<float> logits;
+  for (std::size_t i = 0; i < question.size(); ++i) {
+    stop_if_interrupted();
+    session.decode(question[i]);
+    // What comes behind the last one is not known.
+    if (i + 1 < question.size()) logits.insert(logits.end(), session.logits().begin(), session.logits().end());
+  }
+  score.outputs.emplace_back(question.begin() + 1, question.end());
+  score.logits.push_back(std::move(logits));
 }
 
 void TaskEvaluation::add_lost(const AuditReport& report, TaskScore& score) const {

@@ -40,7 +40,8 @@ struct TaskScore {
   EngineStats prompt;                      ///< of the prompts' prefill
   double prefill_s = 0.0;                  ///< likewise, wall time
   std::vector<LostHead> lost;              ///< [layers, q_heads]; empty if nothing was failed or audited
-  std::vector<std::vector<int>> outputs;   ///< what it said to each prompt
+  /// What it said to each prompt; of one without an answer, what came in the prompt itself and was to be predicted.
+  std::vector<std::vector<int>> outputs;
   std::vector<std::vector<float>> logits;  ///< [steps, vocabulary] for each prompt; empty unless asked for
 };
 
@@ -56,7 +57,7 @@ struct TaskEvalOptions {
   std::uint32_t max_tokens = 0;      ///< 0: as many as the answer has
   std::uint64_t seed = 0;
   double near = 0.0;    ///< share of a sequence that device memory has room for
-  bool logits = false;  ///< keeps those of every answer, see TaskScore
+  bool logits = false;  ///< keeps those of every answer, see TaskScore; of what has no answer they are always kept
 };
 
 /// Policies on the testbed's tasks. Each prompt is prefilled once; each policy then starts from a fork of it, reads the
@@ -66,16 +67,19 @@ class TaskEvaluation {
   TaskEvaluation(const TaskEvalOptions& options, const EngineFlags& flags, const Model& model,
                  std::vector<PolicySpec> policies, std::shared_ptr<Device> device, std::string haystack);
 
+  [[nodiscard]] std::vector<Task> tasks_of(const Cell& cell) const;
+  /// @param option, what  for the message
   /// @throws Error{Errc::invalid_argument} if a prompt and its answer exceed the model's context, before anything runs.
-  void check(const Cell& cell) const;
+  void check(std::span<const Task> tasks, const std::string& option, const std::string& what,
+             std::uint32_t length) const;
   /// Every policy's, after prompts that were prefilled as `prefill` says. Interrupted, the scores of policies that have
-  /// not answered all prompts have none.
-  std::vector<TaskScore> run(const Cell& cell, const PrefillSpec& prefill, ProgressBar& bar);
+  /// not answered all prompts have none. `what`: the tasks' name, for the bar.
+  std::vector<TaskScore> run(std::span<const Task> tasks, const std::string& what, const PrefillSpec& prefill,
+                             ProgressBar& bar);
   /// From here on these policies, as many as before.
   void replace_policies(std::vector<PolicySpec> policies) { policies_ = std::move(policies); }
 
  private:
-  [[nodiscard]] std::vector<Task> tasks_of(const Cell& cell) const;
   /// Of the longest prompt with its answer.
   [[nodiscard]] std::size_t tokens_of(std::span<const Task> tasks) const;
   void run(std::span<const Task> tasks, const PrefillSpec& prefill, std::span<TaskScore> scores,
@@ -86,6 +90,8 @@ class TaskEvaluation {
   /// The policies that one engine serves, on all tasks.
   void run(const EngineGroup& group, std::span<const Task> tasks, std::span<const Prefilled> prompts,
            std::span<TaskScore> scores, const std::function<void(std::size_t)>& told);
+  /// What the question's tokens say of the next ones, for a task without an answer.
+  void predict(EngineSession& session, std::span<const int> question, TaskScore& score) const;
   void answer(sluice::Engine& engine, const EngineSession& prompt, std::span<const int> question, const Task& task,
               const PolicySpec& policy, TaskScore& score);
   void add_lost(const AuditReport& report, TaskScore& score) const;
