@@ -10,7 +10,7 @@ namespace {
 
 /// A list is cut evenly, into parts with enough rows to make up for what a part costs, and no more than there is room
 /// for: a thread that gets a small one left over keeps the answer waiting as long as the others do.
-constexpr std::uint32_t kMostRows = 32;  ///< of a part, of lists that are not longer than kMostParts of these
+constexpr std::uint32_t kMostRows = 64;  ///< of a part, of lists that are not longer than kMostParts of these
 constexpr std::uint32_t kMostParts = 32;
 constexpr std::uint32_t kEven = 4;  ///< rows that kernels take at once
 constexpr std::uint32_t part_rows(std::uint32_t count) noexcept {

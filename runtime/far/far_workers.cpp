@@ -141,7 +141,8 @@ bool FarWorkers::watch(Presence& presence, const std::stop_token& stop) {
   return !presence.was_missed();
 }
 
-void FarWorkers::stand_aside(Presence& presence, const std::stop_token& stop) {
+void FarWorkers::stand_aside(std::uint32_t thread, std::uint64_t seen, Presence& presence,
+                             const std::stop_token& stop) {
   presence.stand_aside(Clock::now());
   if (aside_.fetch_add(1, std::memory_order_relaxed) < active() / 2) {
     std::mutex mutex;  // Of nobody else: what wakes the others is no reason to come back.
@@ -149,6 +150,7 @@ void FarWorkers::stand_aside(Presence& presence, const std::stop_token& stop) {
     std::condition_variable_any over;
     while (!stop.stop_requested()) {
       (void)over.wait_until(lock, stop, presence.until(), [] { return false; });
+      if (!under_way()) sleep(thread, seen, stop);  // Nothing spins between plans.
       if (watch(presence, stop)) break;
       presence.stand_aside_again(Clock::now());
     }
@@ -167,7 +169,7 @@ void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
   Clock::time_point counted = heard;
   Presence presence(times_taken());
   for (bool watched = false; !stop.stop_requested();) {
-    if (presence.unreliable()) stand_aside(presence, stop);
+    if (presence.unreliable()) stand_aside(thread, seen, presence, stop);
     const bool watches = std::exchange(watched, false);
     const bool called = thread < active();
     const std::uint64_t asked = look(memory_.mailbox->question.asked);

@@ -96,7 +96,7 @@ class FarWorkers {
   /// Whether the thread, which does nothing else, keeps its core for a time.
   static bool watch(Presence& presence, const std::stop_token& stop);
   /// The thread does nothing until it can be relied on again, unless too many do so.
-  void stand_aside(Presence& presence, const std::stop_token& stop);
+  void stand_aside(std::uint32_t thread, std::uint64_t seen, Presence& presence, const std::stop_token& stop);
   /// Until there may be a question newer than `seen`.
   void sleep(std::uint32_t thread, std::uint64_t seen, const std::stop_token& stop);
   void answer(std::uint64_t asked, std::uint32_t thread, const std::stop_token& stop);
