@@ -320,6 +320,23 @@ TEST_CASE("eval plants needles that dense attention finds and a window does not"
   }
 }
 
+TEST_CASE("needles are found where eval's placement says, and what is streamed crosses the link", "[cli]") {
+  const std::string words =
+      "eval --tasks '' --needles 1 --needle-tokens 2K --needle-steps 2 --threads 2 --policies full -o json";
+  const auto found = [&](const std::string& placement) {
+    const Outcome outcome = sluice::test::sluice(words + placement);
+    CAPTURE(outcome.err);
+    REQUIRE(outcome.code == 0);
+    return report_of(outcome.out, "eval").at("results").at("needles").at(0);
+  };
+  const json hybrid = found(""), stream = found(" --placement stream");
+  CHECK(hybrid.at("found") == 1.0);
+  CHECK(stream.at("found") == 1.0);
+  CAPTURE(hybrid.dump(), stream.dump());
+  CHECK(hybrid.at("link_bytes_share") == 0.0);
+  CHECK(stream.at("link_bytes_share") > 0.5);
+}
+
 TEST_CASE("bench cpu bypasses heads whose sinks hold nearly all, and counts only what it attended", "[cli]") {
   const Outcome outcome = sluice::test::sluice(
       "bench cpu --shape testbed --length 4K --steps 2 --threads 1 --sections attention --pattern uniform --sinks 0,0.999 "

@@ -29,11 +29,7 @@ void check(const NeedleOptions& options) {
   check_sinks(synthetic);
 }
 
-AttentionShape needle_shape() {
-  AttentionShape shape = named_shape("llama-3.1-8b");
-  shape.layers = 1;
-  return shape;
-}
+AttentionShape needle_shape() { return named_shape("llama-3.1-8b"); }
 
 namespace {
 
@@ -58,8 +54,12 @@ void score_needles(const NeedleOptions& options, const EngineFlags& flags, const
     const SyntheticLayer layer(synthetic, topology, builders);
     const DeviceSteps steps(layer, *device);
     for (const std::size_t p : group.policies) {
-      SyntheticForwardsOptions forwards{
-          .policy = policies[p], .near_share = options.near, .threads = flags.threads};
+      SyntheticForwardsOptions forwards{.policy = policies[p],
+                                        .near_share = options.near,
+                                        .placement = flags.placement,
+                                        .fetch_share = share_for(flags.placement, flags.fetch_share),
+                                        .handover = flags.handover,
+                                        .threads = flags.threads};
       forwards.policy.dense_layers = forwards.policy.dense_every = 0;  // The only layer is one that it works in.
       for (const bool audit : {false, true}) {
         bar.update(done++, 2 * policies.size(), "needles: " + policies[p].name);
