@@ -14,6 +14,17 @@ TEST_CASE("three quarters of the available memory are recommended, in round size
   CHECK(recommended_host_bytes({.host_available = 0}) == 0);
 }
 
+TEST_CASE("tokens that have room are told as they are read", "[cli][recommended]") {
+  const auto why = [](std::uint64_t available) {
+    const std::string text =
+        recommended_options({.host_available = available, .cores = 2}).rows.front().back().get<std::string>();
+    return text.substr(0, text.find(" of Llama"));
+  };
+  CHECK(why(24 * GiB) == "three quarters of what is available: 147,000 tokens");
+  CHECK(why(512 * GiB) == "three quarters of what is available: 3,145,000 tokens");
+  CHECK(why(100 * MiB) == "three quarters of what is available: 600 tokens");
+}
+
 TEST_CASE("options go by whether there is a GPU", "[cli][recommended]") {
   const auto options = [](const MachineRoom& room) {
     std::vector<std::string> found;

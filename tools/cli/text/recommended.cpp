@@ -12,7 +12,13 @@ namespace {
 /// Keys and values of a token of Llama-3.1-8B in 16 bits: 32 layers, 8 KV heads of 128.
 constexpr std::uint64_t kTokenBytes = 128 * KiB;
 
-std::string tokens_of(std::uint64_t bytes) { return std::to_string(bytes / kTokenBytes / 1000) + ",000 tokens"; }
+/// How many have room: 147,000, in thousands from there on.
+std::string tokens_of(std::uint64_t bytes) {
+  const std::uint64_t tokens = bytes / kTokenBytes;
+  std::string text = std::to_string(tokens < 1000 ? tokens : tokens / 1000 * 1000);
+  for (std::size_t at = text.size(); at > 3; at -= 3) text.insert(at - 3, ",");
+  return text + " tokens";
+}
 
 }  // namespace
 
