@@ -148,7 +148,9 @@ void add_doctor(CLI::App& app, int& exit_code) {
   auto output = std::make_shared<OutputOptions>();
   auto machine = std::make_shared<std::string>();
   auto* command = app.add_subcommand("doctor", "Say what this machine has, what is missing, and options to begin with");
-  command->add_option("--machine", *machine, "Measure this machine, too, and describe it there for `sluice plan`: a minute with a GPU")
+  command
+      ->add_option("--machine", *machine,
+                   "Measure this machine, too, and describe it there for `sluice plan`: a minute with a GPU")
       ->type_name("FILE");
   add_output(*command, *output);
   command->footer("Exit code 0 if Sluice can be used here, 3 if not.");

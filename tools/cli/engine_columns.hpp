@@ -18,8 +18,9 @@ struct DecodeScore {
 
   void merge(const DecodeScore& other);
 };
-/// The counters of `after` less those of `before`.
+/// Adds the counters of `more`.
 void add(const EngineStats& more, EngineStats& to) noexcept;
+/// The counters of `after` less those of `before`.
 [[nodiscard]] EngineStats since(const EngineStats& before, EngineStats after) noexcept;
 
 inline constexpr const char* kDecodeNote =

@@ -20,9 +20,8 @@ namespace sluice::tools {
 /// Thread safety: none, and sessions of one engine must not be used at the same time.
 class EngineSession final : public Conversation {
  public:
-  /// @throws Error{Errc::invalid_argument} if the engine was built for another shape or has no room for prompts; else
-  /// as
-  ///         Engine::begin.
+  /// @throws Error{Errc::invalid_argument} if the engine was built for another shape or has no room for prompts;
+  ///         else as Engine::begin.
   EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device, const PolicySpec& policy);
   /// Goes on with a sequence of the engine whose tokens are of this model, and ends it.
   EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device, SequenceId sequence);

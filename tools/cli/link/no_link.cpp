@@ -1,4 +1,4 @@
-// In place of link_*.cpp in a build without CUDA.
+// In place of the files beside it in a build without CUDA.
 #include "sluice/error.hpp"
 #include "tools/cli/link/link.hpp"
 

@@ -1,7 +1,6 @@
 #include "tools/cli/run/generator.hpp"
 
 #include <algorithm>
-#include <cstdio>
 
 #include "sluice/error.hpp"
 #include "tools/cli/text/message.hpp"
@@ -84,7 +83,7 @@ const char* to_string(Finish finish) {
 SamplerOptions sampler_of(const RunOptions& options, const GenerationConfig& file) {
   const SamplerOptions own;
   for (const std::string& key : file.ignored)
-    std::fprintf(stderr, "sluice: warning: generation_config.json sets %s, which is not applied here\n", key.c_str());
+    say("warning: generation_config.json sets " + key + ", which is not applied here");
   return {.temperature = options.temperature.value_or(file.temperature.value_or(own.temperature)),
           .top_p = options.top_p.value_or(file.top_p.value_or(own.top_p)),
           .top_k = options.top_k.value_or(file.top_k.value_or(own.top_k)),

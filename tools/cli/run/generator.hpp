@@ -35,7 +35,7 @@ struct RunOptions {
   EngineFlags engine;
   DeviceFlags device;
   std::string session;  ///< a file that the prompt is kept in; empty: none
-  std::string trace;  ///< a file; empty: none
+  std::string trace;    ///< a file; empty: none
   OutputOptions output;
 };
 

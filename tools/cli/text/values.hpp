@@ -57,9 +57,9 @@ struct NumberRange {
 /// @throws Error{Errc::invalid_argument}
 [[nodiscard]] std::vector<std::uint32_t> parse_counts(std::string_view text, std::string_view option);
 
-/// @throws Error{Errc::invalid_argument} that lists the types.
 /// Reads "0-7,16" as 0, 1, ... 7, 16.
 [[nodiscard]] std::vector<std::uint32_t> parse_ranges(std::string_view text, std::string_view option);
+/// @throws Error{Errc::invalid_argument} that lists the types.
 [[nodiscard]] DType parse_dtype(std::string_view text, std::string_view option);
 /// The same of keys and values in an engine's memory, which may have scales.
 [[nodiscard]] DType parse_kv_dtype(std::string_view text, std::string_view option);
