@@ -157,7 +157,7 @@ class AttentionBench {
     for (std::size_t head = 0; head < want.lse.size(); ++head) {
       const std::size_t at = head * shape.head_dim;
       samples.coverage += std::exp(static_cast<double>(got.lse[head]) - want.lse[head]) / q_heads;
-      samples.error += relative_error(&got.out[at], &want.out[at], shape.head_dim) / q_heads;
+      samples.error += relative_error({&got.out[at], shape.head_dim}, {&want.out[at], shape.head_dim}) / q_heads;
     }
     samples.bypassed += static_cast<double>(run.bypassed_heads()) / q_heads;
     ++samples.steps;

@@ -49,7 +49,7 @@ std::vector<float> reference(const SyntheticLayer& layer, std::uint32_t q_head, 
 }
 
 void require_close(const float* got, const float* want, std::uint32_t dim, const std::string& what) {
-  const double error = relative_error(got, want, dim);
+  const double error = relative_error({got, dim}, {want, dim});
   if (error <= kTolerance) return;  // NaN fails too.
   throw Error(Errc::device, "bench cpu: " + what + " is wrong (relative error " + std::to_string(error) +
                                 "); nothing was timed. Try SLUICE_CPU_ISA=generic and report this");
@@ -104,16 +104,6 @@ void check_alone(const LayerBatch& batch, BenchMachine& machine, const PolicySpe
 }
 
 }  // namespace
-
-double relative_error(const float* got, const float* want, std::uint32_t dim) {
-  double difference = 0.0;
-  double size = 0.0;
-  for (std::uint32_t c = 0; c < dim; ++c) {
-    difference += std::pow(static_cast<double>(got[c]) - want[c], 2);
-    size += std::pow(static_cast<double>(want[c]), 2);
-  }
-  return size == 0.0 ? std::sqrt(difference) : std::sqrt(difference / size);
-}
 
 void check_attention(const LayerBatch& batch, BenchMachine& machine, const std::vector<PolicySpec>& specs) {
   StepOutput dense;

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstdint>
 #include <vector>
 
 #include "sluice/policy.hpp"
@@ -8,9 +7,6 @@
 #include "tools/cli/bench/layer.hpp"
 
 namespace sluice::tools {
-
-/// |got - want| / |want| (L2), or |got| if `want` is 0. Both [dim].
-[[nodiscard]] double relative_error(const float* got, const float* want, std::uint32_t dim);
 
 /// Dense attention against float64 on the first and last query head of every sequence; each policy with a budget of
 /// all tokens against dense, and as it is, every sequence of a batch against what it gives alone. To be called before

@@ -77,7 +77,7 @@ void add_bench_serve(CLI::App& bench, int& exit_code);
 /// @throws Error{Errc::invalid_argument} that lists the patterns.
 [[nodiscard]] SyntheticPattern parse_pattern(const std::string& text);
 
-/// L2 norm of the difference over that of `want`.
+/// |got - want| / |want| (L2), or |got| if `want` is 0.
 [[nodiscard]] double relative_error(std::span<const float> got, std::span<const float> want);
 
 /// Dense attention, and each policy against it: times by phase, ratios, and what the policy kept. Interrupted, it

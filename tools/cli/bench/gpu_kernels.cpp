@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <functional>
 #include <new>
 #include <random>
@@ -10,6 +9,7 @@
 #include "cpu/device/host_device.hpp"
 #include "sluice/backend.hpp"
 #include "tools/cli/bench/bench.hpp"
+#include "tools/cli/bench/device_copies.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -106,12 +106,8 @@ std::span<std::byte> KernelBench::pinned(std::uint64_t bytes) {
 }
 
 std::span<std::byte> KernelBench::upload(std::span<const std::byte> from) {
-  const auto staged = device_->allocate_pinned(from.size());
-  std::memcpy(staged->data(), from.data(), from.size());
   const std::span<std::byte> to = on_device(from.size());
-  const Copy copy{.to = to.data(), .from = staged->data(), .bytes = from.size()};
-  stream_->copy({&copy, 1});
-  stream_->synchronize(deadline_after(kPatience));
+  tools::upload(*device_, *stream_, from, to.data());
   return to;
 }
 

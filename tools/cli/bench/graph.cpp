@@ -2,17 +2,12 @@
 
 #include <cuda_runtime_api.h>
 
-#include <string>
-
-#include "sluice/error.hpp"
+#include "gpu/device/cuda_error.hpp"
 
 namespace sluice::tools {
 namespace {
 
-void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  throw Error(Errc::device, std::string("cannot ") + what + ": " + cudaGetErrorString(status));
-}
+using gpu::check;
 
 class CudaGraphWork final : public CapturedWork {
  public:

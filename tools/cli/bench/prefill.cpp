@@ -15,12 +15,7 @@ namespace sluice::tools {
 namespace {
 
 int run(BenchPrefillOptions options) {
-  AttentionShape shape = named_shape(options.shape_name);
-  if (options.shape.q_heads != 0) shape.q_heads = options.shape.q_heads;
-  if (options.shape.kv_heads != 0) shape.kv_heads = options.shape.kv_heads;
-  if (options.shape.head_dim != 0) shape.head_dim = options.shape.head_dim;
-  validate(shape);
-  options.shape = shape;
+  const AttentionShape shape = options.shape = named_shape(options.shape_name, options.shape);
   const OutputTarget target(options.output.path);
   PrefillBench bench(options);
   ProgressBar bar("bench");

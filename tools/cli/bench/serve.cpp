@@ -33,11 +33,8 @@ struct BenchServeOptions {
 };
 
 AttentionShape shape_of(const BenchServeOptions& options) {
-  AttentionShape shape = named_shape(options.shape_name);
+  AttentionShape shape = named_shape(options.shape_name, options.shape);
   shape.layers = options.shape.layers;
-  if (options.shape.q_heads != 0) shape.q_heads = options.shape.q_heads;
-  if (options.shape.kv_heads != 0) shape.kv_heads = options.shape.kv_heads;
-  if (options.shape.head_dim != 0) shape.head_dim = options.shape.head_dim;
   validate(shape);
   return shape;
 }

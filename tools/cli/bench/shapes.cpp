@@ -45,6 +45,15 @@ void add_shape_flags(CLI::App& app, AttentionShape& shape) {
 
 AttentionShape named_shape(const std::string& name) { return named(name).shape; }
 
+AttentionShape named_shape(const std::string& name, const AttentionShape& flags) {
+  AttentionShape shape = named_shape(name);
+  if (flags.q_heads != 0) shape.q_heads = flags.q_heads;
+  if (flags.kv_heads != 0) shape.kv_heads = flags.kv_heads;
+  if (flags.head_dim != 0) shape.head_dim = flags.head_dim;
+  validate(shape);
+  return shape;
+}
+
 AttentionShape model_shape(const std::string& name) {
   AttentionShape shape = named(name).shape;
   shape.layers = named(name).layers;

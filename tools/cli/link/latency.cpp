@@ -1,7 +1,5 @@
 // What a hand-over and pinning cost.
-#include <array>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <new>
 #include <thread>
@@ -22,12 +20,6 @@ constexpr std::uint32_t kPatience_us = 5'000'000;
 constexpr double kTarget_s_per_gib = 1.2 / 8.0;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
-std::string format(const char* pattern, double value) {
-  std::array<char, 64> text{};
-  std::snprintf(text.data(), text.size(), pattern, value);
-  return text.data();
-}
 
 /// Two flags, one each way.
 struct Flags {

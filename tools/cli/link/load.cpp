@@ -1,9 +1,7 @@
 // What transfers and other work take from each other.
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <thread>
@@ -167,11 +165,7 @@ std::vector<TransferCase> cases(const LinkMachine& machine) {
   return all;
 }
 
-std::string percent(double share) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.0f%%", 100.0 * share);
-  return text.data();
-}
+std::string percent(double share) { return format("%.0f%%", 100.0 * share); }
 
 /// Of the first case: pages to the device by the gather kernel.
 std::string judge(const char* name, const std::vector<Json>& row) {

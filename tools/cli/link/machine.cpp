@@ -3,7 +3,9 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
+#include <cstdio>
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/transfer/calibrate.hpp"
@@ -79,6 +81,12 @@ std::vector<TransferPath> link_paths(bool to_device) {
   std::vector<TransferPath> paths{TransferPath::copy_engine, TransferPath::batch, TransferPath::gather};
   if (to_device) paths.push_back(TransferPath::staged);
   return paths;
+}
+
+std::string format(const char* pattern, double value) {
+  std::array<char, 64> text{};
+  std::snprintf(text.data(), text.size(), pattern, value);
+  return text.data();
 }
 
 double link_gbps(std::uint64_t bytes, double us) { return us > 0.0 ? static_cast<double>(bytes) / us * 1e-3 : 0.0; }

@@ -36,6 +36,8 @@ struct LinkMachine {
 
 /// Paths that are measured in this direction; the staged one copies to the device only.
 [[nodiscard]] std::vector<TransferPath> link_paths(bool to_device);
+/// One number, by a pattern of printf.
+[[nodiscard]] std::string format(const char* pattern, double value);
 /// 1e9 bytes per second.
 [[nodiscard]] double link_gbps(std::uint64_t bytes, double us);
 

@@ -1,6 +1,4 @@
 #include <algorithm>
-#include <array>
-#include <cstdio>
 #include <limits>
 #include <map>
 
@@ -20,12 +18,6 @@ constexpr double kLong_us = 1000.0;
 
 enum class Way { to_device, to_host, both };
 const char* name_of(Way way) { return way == Way::to_device ? "h2d" : way == Way::to_host ? "d2h" : "both"; }
-
-std::string format(const char* pattern, double value) {
-  std::array<char, 64> text{};
-  std::snprintf(text.data(), text.size(), pattern, value);
-  return text.data();
-}
 
 std::vector<std::uint64_t> block_sizes(bool quick) {
   if (quick) return {4 * KiB, 8 * KiB, 16 * KiB, 64 * KiB, 512 * KiB};
