@@ -8,6 +8,7 @@
 #include <set>
 
 #include "sluice/error.hpp"
+#include "tools/llama/bf16.hpp"
 #include "tools/llama/json_text.hpp"
 
 namespace sluice::tools {
@@ -115,8 +116,6 @@ float half_to_float(std::uint16_t bits) {
   return static_cast<float>(Eigen::half(Eigen::half_impl::raw_uint16_to_half(bits)));
 }
 
-float bfloat_to_float(std::uint16_t bits) { return std::bit_cast<float>(std::uint32_t{bits} << 16); }
-
 template <float (*kConvert)(std::uint16_t)>
 void convert(std::span<const std::byte> bytes, std::span<float> out) {
   for (std::size_t i = 0; i < out.size(); ++i) {
@@ -173,7 +172,7 @@ void to_float(DType dtype, std::span<const std::byte> stored, std::span<float> o
       if (!stored.empty()) std::memcpy(out.data(), stored.data(), stored.size());
       return;
     case DType::f16: return convert<half_to_float>(stored, out);
-    case DType::bf16: return convert<bfloat_to_float>(stored, out);
+    case DType::bf16: return convert<from_bf16>(stored, out);
     case DType::fp8_e4m3: break;  // No tensor has it, see dtype().
   }
 }

@@ -32,9 +32,11 @@ constexpr std::array<KindName, 12> kKinds = {{{TaskKind::niah, "niah"},
                                               {TaskKind::turns, "turns"},
                                               {TaskKind::count, "count"},
                                               {TaskKind::long_copy, "long_copy"}}};
-constexpr std::array<TaskKind, 12> kKindList = {
-    TaskKind::niah,  TaskKind::niah_long, TaskKind::multikey,  TaskKind::kv,    TaskKind::track, TaskKind::copy,
-    TaskKind::multi, TaskKind::table,     TaskKind::near_keys, TaskKind::turns, TaskKind::count, TaskKind::long_copy};
+constexpr auto kKindList = [] {
+  std::array<TaskKind, kKinds.size()> kinds{};
+  std::ranges::transform(kKinds, kinds.begin(), &KindName::kind);
+  return kinds;
+}();
 
 constexpr std::uint32_t kMinLength = 512;
 constexpr std::size_t kPassagePairs = 16;      ///< of words, in the passage of copy
@@ -122,10 +124,6 @@ void locate_evidence(Task& task) {
   if (said.ends_with('\n')) said.remove_suffix(1);
   task.evidence = {tasks::said(task.prompt, said)};
 }
-
-}  // namespace
-
-namespace {
 
 /// Where a piece may be put into a text without cutting a sentence or a line: after '.' and a space, or after a
 /// newline, at or after `at`; `at` itself if there is none within 200 bytes.
