@@ -36,8 +36,6 @@ std::uint64_t DenseCache::token_bytes(const AttentionShape& shape) noexcept {
   return std::uint64_t{shape.layers} * shape.kv_heads * shape.head_dim * 2 * sizeof(std::uint16_t);
 }
 
-std::uint64_t DenseCache::bytes() const noexcept { return layers_.size() * layers_.front()->bytes(); }
-
 std::byte* DenseCache::page_of(std::uint32_t sequence, std::uint32_t layer, std::uint32_t head,
                                std::uint32_t page) const noexcept {
   const std::uint64_t at = (std::uint64_t{sequence} * shape_.kv_heads + head) * pages_ + page;

@@ -23,7 +23,6 @@ class DenseCache {
   void attend(const AttentionCall& call, Stream& stream);
   /// Bytes of a token, all layers.
   [[nodiscard]] static std::uint64_t token_bytes(const AttentionShape& shape) noexcept;
-  [[nodiscard]] std::uint64_t bytes() const noexcept;
 
  private:
   static constexpr std::uint32_t kPageTokens = 256;
