@@ -9,32 +9,25 @@ import argparse
 import json
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
-
-# Text stays text, and the same figures give the same file.
-plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "sluice", "font.size": 9, "axes.grid": True,
-                     "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False})
+from papers.drawing import BLUE, RED, plt, save
 
 
 def draw(runs: list[dict], file: Path) -> None:
     rows = sorted((row for run in runs for row in run["results"]), key=lambda row: row["clients"])
     clients = [row["clients"] for row in rows]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(9.6, 2.9), layout="constrained")
-    left.plot(clients, [row["tokens_s"] for row in rows], "o-", color="#1b6ca8")
+    left.plot(clients, [row["tokens_s"] for row in rows], "o-", color=BLUE)
     left.set(title="throughput, tokens/s", ylim=(0, None))
     for axes, name, title in ((middle, "ttft", "first token, ms"), (right, "tpot", "between tokens, ms")):
-        axes.plot(clients, [row[f"{name}_p50_ms"] for row in rows], "o-", color="#1b6ca8", label="median")
-        axes.plot(clients, [row[f"{name}_p99_ms"] for row in rows], "s--", color="#c0504d", label="99%")
+        axes.plot(clients, [row[f"{name}_p50_ms"] for row in rows], "o-", color=BLUE, label="median")
+        axes.plot(clients, [row[f"{name}_p99_ms"] for row in rows], "s--", color=RED, label="99%")
         axes.set(title=title, yscale="log")
         axes.legend(frameon=False)
     for axes in (left, middle, right):
         axes.set(xlabel="clients at once", xscale="log")
         axes.set_xticks(clients, [str(each) for each in clients])
         axes.minorticks_off()
-    figure.savefig(file, metadata={"Date": None})
+    save(figure, file)
 
 
 def main() -> None:

@@ -11,10 +11,8 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from sluice._transformers_cache import SluiceLayer, take_handed
-from sluice._transformers_support import hides_nothing, same_number, scaled
+from sluice._transformers_support import hides_nothing, refuse_options, same_number, scaled
 from sluice.errors import InvalidArgument, Unsupported
-
-_NOT_SERVED = ("position_bias", "sinks", "indices", "block_indices", "output_attentions")
 
 
 def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
@@ -63,9 +61,7 @@ def _refuse_call(layer: SluiceLayer, query: torch.Tensor, key: torch.Tensor, val
     if attention_mask is not None and attention_mask.ndim != 2 or options.get("is_causal") is False and n > 1:
         raise Unsupported("this model's attention mask is more than causal with padding, as where tokens of an image "
                           "or a prefix see each other; Sluice does not serve that")
-    for name in _NOT_SERVED:
-        if not (options.get(name) is None or options[name] is False):
-            raise Unsupported(f"this model's attention has {name}, which no kernel of Sluice has")
+    refuse_options(options)
     cap, made_cap = options.get("softcap") or 0.0, layer.engine.options.softcap or 0.0
     if not same_number(cap, made_cap):
         raise Unsupported(f"attention layer {layer.index} has softcap {cap}, and Sluice was enabled for {made_cap}")

@@ -152,6 +152,13 @@ def hides_nothing(window: int, config: Any) -> bool:
     return window > longest(config.get_text_config(decoder=True))
 
 
+def refuse_options(options: dict[str, Any]) -> None:
+    """Raises Unsupported if a model's code gives its attention what Sluice's does not know."""
+    for name in ("position_bias", "sinks", "indices", "block_indices", "output_attentions"):
+        if not (options.get(name) is None or options[name] is False):
+            raise Unsupported(f"this model's attention has {name}, which no kernel of Sluice has")
+
+
 def refuse(model: transformers.PreTrainedModel, config: Any) -> None:
     """Raises Unsupported with the reason if Sluice cannot serve the model."""
     name = type(model).__name__

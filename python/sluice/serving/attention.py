@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from sluice._transformers_rows import take_sinks
-from sluice._transformers_support import same_number, scaled
+from sluice._transformers_support import refuse_options, same_number, scaled
 from sluice.engine import Engine
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions
 
 NAME = "sluice_packed"
-_NOT_SERVED = ("position_bias", "sinks", "indices", "block_indices", "output_attentions")
 
 
 @dataclasses.dataclass
@@ -67,9 +66,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
               **options: Any) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, q_heads, rows, head_dim], key, value alike of kv_heads; returns [1,
     rows, q_heads, head_dim]."""
-    for name in _NOT_SERVED:
-        if not (options.get(name) is None or options[name] is False):
-            raise Unsupported(f"this model's attention has {name}, which is not served")
+    refuse_options(options)
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise Unsupported("this model's attention is more than causal, which is not served")
     if dropout:

@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 import torch
 
 
-
 class Padding(NamedTuple):
     """What a forward is made for."""
 

@@ -16,7 +16,7 @@ from sluice._transformers_support import (attention_shape, changing, choose_near
                                           layer_kinds, logit_options, longest, ranks_of, refuse, refuse_of_the_model)
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, Unsupported
-from sluice.options import Bucket, EngineOptions, PlanItem, bucket_tokens, whole_tokens
+from sluice.options import Bucket, EngineOptions, Features, PlanItem, bucket_tokens, whole_tokens
 from sluice.serving.attention import NAME, Forward, attention, running_as
 from sluice.serving.graphs import CudaGraphs, PaddedForwards, Padding, Recorder, Staging, Uncaptured
 
@@ -107,8 +107,7 @@ class PackedModel:
         except BaseException:
             PackedModel.close(self)
             raise
-        captures = device.type == "cuda" and self.engine.options.handover != "host"
-        if compile or graphs == "on" or graphs == "auto" and captures:
+        if compile or self._wants_graphs(graphs):
             self._record(compile)
 
     def close(self) -> None:
@@ -236,6 +235,10 @@ class PackedModel:
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
         return None
 
+    def _wants_graphs(self, graphs: str) -> bool:
+        captures = self._device.type == "cuda" and self.engine.options.handover != "host"
+        return graphs == "on" or graphs == "auto" and captures
+
     def _padded_bucket(self, size: Padding) -> Bucket:
         return Bucket(decode_rows=size.rows, max_tokens=size.max_tokens, features=self.engine.options.largest.features)
 
@@ -245,7 +248,7 @@ class PackedModel:
         prompts = [item.tokens for item in items if item.prefill]
         return Bucket(decode_rows=decoded, prefill_rows=sum(prompts), prefills=len(prompts),
                       max_tokens=bucket_tokens(longest, self.engine.options),
-                      features=largest.features if decoded else 0)
+                      features=largest.features if decoded else Features.NONE)
 
     def _stream(self) -> Any:
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None

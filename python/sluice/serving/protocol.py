@@ -23,8 +23,6 @@ _Stops = Annotated[list[_Stop], Field(max_length=4), FailFast(),
 _Biases = dict[int, Annotated[float, Field(ge=-100, le=100)]]
 _Token = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
 _Tokens = Annotated[list[_Token], Field(max_length=_MOST_TOKENS), FailFast()]
-
-
 _Texts = Annotated[list[Annotated[str, Strict()]], FailFast()]
 _PROMPTS = {str: TypeAdapter(_Texts), int: TypeAdapter(_Tokens),
             list: TypeAdapter(Annotated[list[_Tokens], FailFast()])}

@@ -58,8 +58,7 @@ class ShardedModel(PackedModel):
                     super().close()
                 raise
         self._try_out_together()
-        captures = self._device.type == "cuda" and self.engine.options.handover != "host"
-        if graphs == "on" or graphs == "auto" and captures:
+        if self._wants_graphs(graphs):
             self._record()
 
     def close(self) -> None:

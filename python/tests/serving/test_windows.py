@@ -9,8 +9,8 @@ import pytest
 import sluice
 import torch
 import transformers
-from sluice.serving.loop import Loop
 from sluice.serving.attention import attention
+from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
 from small import DEVICE, KV, KV_BYTES, SHAPE, Told, expected, greedy, prompt_ids, run, same, tokenizer
 from transformers import PreTrainedModel
