@@ -1,8 +1,8 @@
 """What the papers' figures ask of a model's attention, of that in tests/data/testbed; papers/ has a file for each:
 pages, pages that hold a share of the softmax (PSA, Fig. 2); tokens, tokens that a share takes (Tactic, Table 1);
 recall, pages that cross the link where some are kept (ArkVale's recall cache, PSA's unified pool); heads, pattern and
-sparsity of each head (FlexPrefill's heat maps); blocks, its block size, representative queries and selection; sparse, answers
-after prompts that were attended so; bits, estimates by copies of few bits (Twilight, Fig. 5).
+sparsity of each head (FlexPrefill's heat maps); blocks, its block size, representative queries and selection; sparse,
+answers after prompts that were attended so; bits, estimates by copies of few bits (Twilight, Fig. 5).
 
 `python benchmarks/paper_figures.py pages --model ../tests/data/testbed >pages.json` from python/; `--svg FILE` draws.
 Dense attention decodes, so that what is counted does not depend on what a policy misses."""
@@ -46,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=tokens, default=8192, help="of prompts, in tokens, 8K (%(default)s)")
     parser.add_argument("--count", type=int, default=2, help="prompts for each task (%(default)s)")
     parser.add_argument("--steps", type=int, default=32,
-                        help="newest tokens that are looked at; heads, blocks and sparse look at the prompt (%(default)s)")
+                        help="newest tokens that are looked at; heads, blocks and sparse look at the prompt "
+                             "(%(default)s)")
     parser.add_argument("--seed", type=int, default=4242, help="(%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--svg", type=Path)

@@ -8,13 +8,11 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from shown import PAGES, ROOT
 
-ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md")
 PROGRAM = os.environ.get("SLUICE_COMMAND")
 # A word that is an option, before what stands for another program's arguments.
 OPTION = re.compile(r"--?[a-z][a-z-]*")

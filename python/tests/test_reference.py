@@ -83,7 +83,8 @@ def test_members_are_there(header: Path) -> None:
 def test_what_is_looked_for_is_found() -> None:
     lines = ["struct A {", "struct B;", "enum class C : int {", "using D = int;", "inline constexpr float kE = 1.f;",
              "[[nodiscard]] constexpr std::uint32_t bytes_of(DType type) noexcept {", "void validate(const A& a);",
-             "  int member = 0;", "class alignas(64) F final {", "struct std::hash<A> {", "[[nodiscard]] const std::vector<G>& presets();"]
+             "  int member = 0;", "class alignas(64) F final {", "struct std::hash<A> {",
+             "[[nodiscard]] const std::vector<G>& presets();"]
     assert declared(lines) == ["A", "C", "D", "kE", "bytes_of", "validate", "F", "std::hash", "presets"]
     assert public("a\nnamespace detail {\nb\n}  // namespace detail\nclass X {\n private:\n  c\n};\nd") == \
         ["a", "", "class X {", "};", "d"]

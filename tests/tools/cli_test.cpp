@@ -327,7 +327,9 @@ TEST_CASE("needles are found where eval's placement says, and what is streamed c
     const Outcome outcome = sluice::test::sluice(words + placement);
     CAPTURE(outcome.err);
     REQUIRE(outcome.code == 0);
-    return report_of(outcome.out, "eval").at("results").at("needles").at(0);
+    const json report = report_of(outcome.out, "eval");
+    CHECK(report.at("config").at("placement") == (placement.empty() ? "hybrid" : "stream"));
+    return report.at("results").at("needles").at(0);
   };
   const json hybrid = found(""), stream = found(" --placement stream");
   CHECK(hybrid.at("found") == 1.0);

@@ -301,6 +301,7 @@ int run(BenchDecodeOptions& options) {
                            {"near", options.near},
                            {"far", options.far},
                            {"fetch_share", options.fetch_share.share},
+                           {"handover", to_string(options.handover)},
                            {"kv_dtype", to_string(options.kv_dtype)},
                            {"steps", options.steps},
                            {"warm_up", options.warm_up},

@@ -154,6 +154,7 @@ Json config_of(const BenchServeOptions& options, const AttentionShape& shape, co
           {"near_bytes", options.engine.near_bytes},
           {"placement", to_string(options.engine.placement)},
           {"fetch_share", options.engine.fetch_share.share},
+          {"handover", to_string(options.engine.handover)},
           {"slowdown", options.slowdown},
           {"watermark_pages", options.watermark_pages},
           {"near_pages", options.near_pages},

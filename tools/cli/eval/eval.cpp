@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "sluice/error.hpp"
+#include "tools/cli/dense_flag.hpp"
 #include "tools/cli/eval/eval_model.hpp"
 #include "tools/cli/eval/prompts.hpp"
 #include "tools/cli/far_flag.hpp"
@@ -86,6 +87,12 @@ Json config_of(const EvalOptions& options, const EngineFlags& runtime, const Nam
           {"needle_steps", options.needle_steps},
           {"sinks", options.sinks},
           {"own_pages", runtime.own_pages},
+          {"kv_dtype", to_string(runtime.kv_dtype)},
+          {"placement", to_string(runtime.placement)},
+          {"fetch_share", runtime.fetch_share.share},
+          {"handover", to_string(runtime.handover)},
+          {"dense_tokens", dense_tokens_json(runtime.dense_tokens.value_or(0))},
+          {"threads", runtime.threads},
           {"near", options.near},
           {"far", options.far},
           {"far_shape", options.far_shape},
