@@ -15,6 +15,7 @@ class Engine {
   virtual ~Engine() = default;
   [[nodiscard]] virtual std::uint64_t parameters() const noexcept = 0;
   [[nodiscard]] virtual std::uint32_t threads() const noexcept = 0;
+  [[nodiscard]] virtual const char* isa() const noexcept = 0;
   /// As Model::forward; at least one token.
   virtual void forward(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work) const = 0;
   /// As Model::logits.

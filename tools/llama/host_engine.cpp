@@ -87,6 +87,7 @@ class HostEngine final : public Engine {
   [[nodiscard]] std::uint32_t threads() const noexcept override {
     return static_cast<std::uint32_t>(arena_.max_concurrency());
   }
+  [[nodiscard]] const char* isa() const noexcept override { return products_.isa; }
   void forward(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work) const override;
   void logits(Activations& work, std::uint32_t rows, std::span<float> out) const override;
 

@@ -53,6 +53,7 @@ const GenerationConfig& Model::generation() const noexcept { return generation_;
 DType Model::kv_dtype() const noexcept { return kv_dtype_; }
 std::uint64_t Model::parameters() const noexcept { return engine_->parameters(); }
 std::uint32_t Model::threads() const noexcept { return engine_->threads(); }
+const char* Model::isa() const noexcept { return engine_->isa(); }
 Device* Model::device() const noexcept { return device_.get(); }
 
 void Model::require_token(int token) const {

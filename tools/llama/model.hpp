@@ -98,6 +98,8 @@ class Model {
   [[nodiscard]] std::uint32_t threads() const noexcept;
   /// The device that holds weights and activations; null: ordinary memory and the CPU.
   [[nodiscard]] Device* device() const noexcept;
+  /// Instruction set or library of the products in use.
+  [[nodiscard]] const char* isa() const noexcept;
 
   /// @throws Error{Errc::invalid_argument} unless the vocabulary has this token.
   void require_token(int token) const;

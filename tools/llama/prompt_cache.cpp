@@ -34,6 +34,10 @@ void copy_rows(const TensorView& view, std::uint32_t from, float* to) {
 
 }  // namespace
 
+std::uint64_t PromptCache::bytes() const noexcept {
+  return (k_.size() + v_.size() + q_.size() + logits_.size()) * sizeof(float) + ids_.size() * sizeof(int);
+}
+
 TensorView PromptCache::keys(LayerId layer, std::uint32_t first, std::uint32_t count) const noexcept {
   return dense_view(k_.data() + row(layer, first), DType::f32, count, shape_.kv_heads, shape_.head_dim);
 }

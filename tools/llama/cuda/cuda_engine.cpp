@@ -62,6 +62,7 @@ class CudaEngine final : public Engine {
 
   [[nodiscard]] std::uint64_t parameters() const noexcept override { return weights_.parameters; }
   [[nodiscard]] std::uint32_t threads() const noexcept override { return 1; }
+  [[nodiscard]] const char* isa() const noexcept override { return "cuda, cuBLASLt"; }
   void forward(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work) const override;
   void logits(Activations& work, std::uint32_t rows, std::span<float> out) const override;
 
