@@ -22,7 +22,7 @@ import transformers
 from transformers.masking_utils import AttentionMaskInterface
 
 from sluice._transformers_attention import attention, mask
-from sluice._transformers_balance import balance as balance
+from sluice._transformers_balance import balance
 from sluice._transformers_cache import LayerKind, SluiceCache, handed, not_attended
 from sluice._transformers_rows import Turn
 from sluice._transformers_support import (NAME, attention_shape, changing, choose_near, dense_tokens, install,
@@ -31,6 +31,8 @@ from sluice._transformers_support import (NAME, attention_shape, changing, choos
 from sluice.engine import Engine
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions
+
+__all__ = ["Enabled", "balance", "enable"]
 
 
 def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_bytes: int = 1 << 30, *,
