@@ -9,7 +9,6 @@
 
 #include "cpu/threads/spin.hpp"
 #include "runtime/far/answer_watchdog.hpp"
-#include "runtime/far/far_units.hpp"
 #include "runtime/far/mailbox.hpp"
 #include "sluice/error.hpp"
 #include "sluice/run_clock.hpp"
@@ -236,7 +235,6 @@ void FarWorkers::say(const FarQuestion& question) {
   answer_ns_.fetch_add(static_cast<std::uint64_t>(now - seen), std::memory_order_relaxed);
   if (notes_.wants(question.forward))
     notes_.answer(question.forward, question.layer, {.seen_ns = seen, .answered_ns = now});
-  if (question.asked % FarUnit::kRenewed == 0) renew_tags(memory_, question.asked);
   std::atomic_ref(memory_.mailbox->answer.answered).store(question.asked, std::memory_order_release);
   if (memory_.handover == Handover::stream) open_gate(*memory_.mailbox, question.asked);
 }

@@ -7,7 +7,6 @@
 
 #include "cpu/backend/backend.hpp"
 #include "runtime/far/far_choice.hpp"
-#include "runtime/far/far_units.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
@@ -68,24 +67,6 @@ TEST_CASE("threads sleep between plans, all of them", "[far_workers]") {
   std::this_thread::sleep_for(200ms);
   REQUIRE(workers.asleep() == 3);
   REQUIRE(workers.stirrings() <= before + 3);  // A signal may stir them; whoever polls would be seen hundreds of times.
-}
-
-TEST_CASE("no unit of a far part keeps its question's number until that comes again", "[far_workers]") {
-  Desk desk;
-  std::vector<FarUnit> units(desk.memory.list_units());
-  desk.memory.far_units = units.data();
-  constexpr std::uint64_t kBefore = FarUnit::kRenewed - 2;
-  desk.mailbox.question.asked = desk.mailbox.answer.answered = kBefore;
-  cpu::CoreShares shares;
-  FarWorkers workers = desk.workers(shares, "core:4 pu:2", {.threads = 2, .pin = false});
-  workers.wake(1);
-  for (std::uint64_t asked = kBefore + 1; asked <= FarUnit::kRenewed + 1; ++asked) {
-    std::atomic_ref(desk.mailbox.question.asked).store(asked, std::memory_order_release);
-    REQUIRE(comes([&] { return workers.idle(); }));
-    const bool renewed = stores_units() && asked >= FarUnit::kRenewed;
-    for (const FarUnit& unit : units) REQUIRE(unit.tag == (renewed ? FarUnit::kRenewed : 0));
-  }
-  desk.end(1);
 }
 
 TEST_CASE("threads go by the share of cores when a forward is planned", "[far_workers]") {
