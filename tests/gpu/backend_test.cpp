@@ -78,14 +78,12 @@ TEST_CASE("GPU verbs refuse tensors of a type whose scales only pages have", "[g
   REQUIRE(code_of([&] { backend.append({&append, 1}, kLayout, stream); }) == Errc::unsupported);
   const ToF32Task convert{.in = {.data = memory.data(), .dtype = kScaled}};
   REQUIRE(code_of([&] { backend.to_f32({&convert, 1}, stream); }) == Errc::unsupported);
-  const MergeTask merge{.out = memory.data()};
+  const MergeTask merge{.parts = {}, .out = memory.data()};
   REQUIRE(code_of([&] { backend.merge({&merge, 1}, kShape, kScaled, stream); }) == Errc::unsupported);
-  PrefillTask prefill{.q = memory.data(), .out = memory.data()};
-  prefill.kv.layout = kLayout;
+  const PrefillTask prefill{.q = memory.data(), .kv = {.layout = kLayout}, .out = memory.data()};
   for (const PrefillShape& strides : {PrefillShape{.q_dtype = kScaled}, PrefillShape{.out_dtype = kScaled}})
     REQUIRE(code_of([&] { backend.prefill({&prefill, 1}, strides, kShape, stream); }) == Errc::unsupported);
-  SelectBlocksTask select{.q = memory.data()};
-  select.kv.layout = kLayout;
+  const SelectBlocksTask select{.q = memory.data(), .kv = {.layout = kLayout}};
   REQUIRE(code_of([&] {
             backend.select_blocks({&select, 1}, {}, {.q_dtype = kScaled}, kShape, stream);
           }) == Errc::unsupported);
