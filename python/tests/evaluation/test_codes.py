@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +22,7 @@ import paper_figures  # noqa: E402
 from papers import codes  # noqa: E402
 from papers.attention import Layer, attention_of  # noqa: E402
 
+ROOT = Path(__file__).parents[3]
 GROUP, SIZE = 2, 16
 
 
@@ -189,7 +192,7 @@ def test_a_first_pass_that_lets_all_through_changes_nothing() -> None:
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    model = Path(__file__).parents[3] / "tests" / "data" / "testbed"
+    model = ROOT / "tests" / "data" / "testbed"
     command = ["paper_figures.py", "codes", "--model", str(model), "--length", "512", "--steps", "2", "--threads", "1"]
     monkeypatch.setattr(sys, "argv", [*command, "--count", "1"])
     paper_figures.main()
@@ -202,3 +205,26 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(sys, "argv", [*command, "--count", "1", "--tasks", "kv"])
     with pytest.raises(SystemExit, match="--count 2"):
         paper_figures.main()
+
+
+def test_the_page_shows_what_was_found() -> None:
+    docs = ROOT / "docs"
+    section = (docs / "benchmarks.md").read_text().partition("### Codes of keys")[2].partition("\n### ")[0]
+    raw = json.loads((docs / "data" / "codes.json").read_text())
+    both = [raw[model]["results"]["codes"] for model in ("testbed", "second testbed")]
+    found = sorted([f"{row[key]:.3f}" for row in of_both for key in ("overlap", "mass_kept")]
+                   for of_both in zip(*both, strict=True))
+    shown = [line.split(" | ")[2:] for line in section.splitlines() if line.startswith("|")][2:]
+    assert sorted([cell.strip(" |") for cell in cells] for cells in shown) == found
+
+
+def test_every_figure_is_a_part_of_the_record(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").touch()  # It is looked for, but only pictures need it.
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    listed = subprocess.run(["sh", ROOT / "tools" / "record.sh", "--list", "host"], check=True, text=True,
+                            stdout=subprocess.PIPE,
+                            env={**os.environ, "PYTHONPATH": paths, "RECORD_PYTHON": sys.executable}).stdout
+    parts = {line.split()[1] for line in listed.splitlines() if "figure-" in line}
+    assert parts == {f"figure-{name}" for name in paper_figures.FIGURES}
+    tables = (ROOT / "tools" / "record_tables.py").read_text()
+    assert all(f'"{part}"' in tables for part in parts)
