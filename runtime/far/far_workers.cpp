@@ -149,7 +149,11 @@ void FarWorkers::stand_aside(std::uint32_t thread, std::uint64_t seen, Presence&
     std::condition_variable_any over;
     for (bool reliable = false; !reliable && !stop.stop_requested();) {
       (void)over.wait_until(lock, stop, presence.until(), [] { return false; });
-      if (!under_way()) sleep(thread, seen, stop);  // Nothing spins between plans.
+      if (!under_way()) {  // Nothing spins between plans.
+        aside_.fetch_sub(1, std::memory_order_relaxed);
+        sleep(thread, seen, stop);
+        aside_.fetch_add(1, std::memory_order_relaxed);
+      }
       reliable = watch(presence, stop);
       if (!reliable) presence.stand_aside(Clock::now());
     }
