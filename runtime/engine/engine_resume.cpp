@@ -191,6 +191,7 @@ void Engine::Impl::finish_copies() {
   if (copies.empty()) return;
   side_copies.reserve(copies.size());
   for (const ForwardBlockCopy& copy : copies) {
+    if (!table.in_use(copy.to)) continue;  // The sequence that it was for has ended, and nobody reads it.
     side_copies.push_back(copy.to);
     table.hold(copy.to);
   }

@@ -155,8 +155,8 @@ struct Engine::Impl : cpu::Kept {
                                                                     BlockWork work);
   /// @throws Error{Errc::timeout}, or what a block has thrown
   void await_blocks(runtime::BorrowingJob& job, const char* call);
-  /// What `copies` lists is done without a plan: one that could not be enqueued has left it, and its blocks may
-  /// belong to other sequences meanwhile.
+  /// What `copies` lists is done without a plan: one that could not be enqueued has left it, and its blocks may be
+  /// free or belong to other sequences meanwhile.
   void finish_copies();
   /// Lets go of blocks that a device was late with, once it is through with them.
   void release_late() noexcept;
