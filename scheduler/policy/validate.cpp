@@ -124,6 +124,7 @@ void check_enum(const char* field, Enum value, Enum last) {
 }
 
 void check_enums(const PolicySpec& spec) {
+  check_enum("history.tables", spec.history.tables, HistoryTables::slash);
   check_enum("estimate", spec.estimate, Estimate::hadamard);
   check_enum("budget.kind", spec.budget.kind, BudgetKind::verified);
   check_enum("snapshot.pooling", spec.snapshot.pooling, Pooling::mean);
