@@ -87,12 +87,10 @@ const EngineOptions& settled(EngineOptions& options, const Device& on, const For
   return options;
 }
 
-void validated(const EngineOptions& options) { runtime::validate(options); }
-
 }  // namespace
 
 Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
-    : options((validated(chosen), chosen)),
+    : options((runtime::validate(chosen), chosen)),
       topology(cpu::chosen_cores({}, options.cores, given ? given->info() : DeviceInfo{})),
       workers(std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = 1, .pin = false})),
       embedded(given ? nullptr : embedded_workers(options, topology)),

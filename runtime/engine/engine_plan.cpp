@@ -9,8 +9,6 @@
 namespace sluice {
 namespace {
 
-std::string text(std::uint64_t number) { return std::to_string(number); }
-
 /// Rows of a kind, and how many items they are.
 struct Tally {
   std::uint64_t decode_rows = 0;  ///< or teams of drafts

@@ -143,7 +143,7 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
   };
   const auto only = [&spec](Source source) { return spec.sources == static_cast<std::uint8_t>(source); };
   const bool all = spec.uses(Source::all);
-  const bool scored = spec.sources != 0 && !all;
+  const bool scored = chooses(spec);
   const bool exact = spec.estimate == Estimate::exact;
   const BudgetKind kind = spec.budget.kind;
 
