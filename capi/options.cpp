@@ -246,7 +246,7 @@ void set_features(std::uint32_t features, const char* name, Bucket& bucket) {
     unknown &= ~feature.bit;
   }
   require(unknown == 0, std::string(name) + " is " + std::to_string(features) +
-                            ", which has a bit that this library does not know; or SLUICE_BUCKET_* together");
+                            ", which has a bit that this library does not know; make it of SLUICE_BUCKET_* alone");
 }
 
 bool switch_of(std::uint32_t value, const char* name) {

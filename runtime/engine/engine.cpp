@@ -33,7 +33,9 @@ std::shared_ptr<Device> device_or_host(std::shared_ptr<Device> device, std::shar
 
 ForwardVerbs& verbs_of(Device& device) {
   ForwardVerbs* const verbs = device.forward_verbs();
-  if (verbs == nullptr) throw Error(Errc::unsupported, "device '" + device.info().name + "' has no verbs of a forward");
+  if (verbs == nullptr)
+    throw Error(Errc::unsupported, "device '" + device.info().name +
+                                       "' has no verbs of a forward; build the engine on a CUDA or a host device");
   return *verbs;
 }
 

@@ -6,6 +6,7 @@
 #include "runtime/engine/impl.hpp"
 
 namespace sluice {
+
 std::uint32_t Engine::Impl::pages_of(std::uint32_t tokens) const noexcept {
   return static_cast<std::uint32_t>(div_up(tokens, memory.largest().layout.page_tokens));
 }

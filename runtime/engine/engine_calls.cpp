@@ -35,8 +35,8 @@ void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView&
   require_tensor(k, "k", k.tokens, shape.kv_heads, shape.head_dim);
   require_tensor(v, "v", k.tokens, shape.kv_heads, shape.head_dim);
   if (q.tokens > k.tokens)
-    throw Error(Errc::invalid_argument, "import_prefix: q has " + text(q.tokens) + " tokens, and k " +
-                                            text(k.tokens) + "; give it the newest tokens' queries");
+    throw Error(Errc::invalid_argument, "import_prefix: q has " + text(q.tokens) + " tokens, and k " + text(k.tokens) +
+                                            "; give it the newest tokens' queries");
   if (q.tokens != 0) require_tensor(q, "q", q.tokens, shape.q_heads, shape.head_dim);
   const Bucket bucket{
       .decode_rows = 0, .prefill_rows = options.import_rows, .max_tokens = memory.largest().largest.max_tokens};

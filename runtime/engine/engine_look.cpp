@@ -9,6 +9,7 @@
 #include "scheduler/plan/forward_rows.hpp"
 
 namespace sluice {
+
 std::shared_ptr<runtime::Job> Engine::Impl::begin_job(std::uint32_t pieces, std::function<void(std::uint32_t)> piece) {
   if (options.before_answer) {
     piece = [before = options.before_answer, piece = std::move(piece)](std::uint32_t i) {

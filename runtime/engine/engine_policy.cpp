@@ -6,6 +6,7 @@
 #include "scheduler/plan/forward_rows.hpp"
 
 namespace sluice {
+
 void Engine::Impl::drop_policy(Sequence& sequence) noexcept {
   if (sequence.policy) sequence.policy->close();
   sequence.policy.reset();

@@ -8,6 +8,7 @@
 #include "scheduler/plan/forward_rows.hpp"
 
 namespace sluice {
+
 runtime::PrefixCache& Engine::Impl::prefix_cache() {
   if (prefixes) return *prefixes;
   std::random_device random;  // So that nobody can prepare prompts whose hashes collide, which would take long to find.

@@ -8,9 +8,12 @@
 #include "scheduler/plan/forward_rows.hpp"
 
 namespace sluice {
+
 Engine::Impl::Sequence& Engine::Impl::at(SequenceId id) {
   const auto found = sequences.find(id.value);
-  if (found == sequences.end()) throw Error(Errc::not_found, "there is no sequence " + text(id.value));
+  if (found == sequences.end())
+    throw Error(Errc::not_found,
+                "there is no sequence " + text(id.value) + "; it has ended, or this engine never had it");
   return found->second;
 }
 
@@ -81,7 +84,8 @@ SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens, const PolicyS
   const Sequence& parent = resting(id, "fork");
   if (tokens > parent.tokens)
     throw Error(Errc::invalid_argument, "fork: sequence " + text(id.value) + " has " + text(parent.tokens) +
-                                            " tokens, and " + text(tokens) + " are asked for");
+                                            " tokens, and " + text(tokens) +
+                                            " are asked for; fork it with no more than it has");
   require_windows(id, parent, tokens, "fork");
   const PolicySpec& spec = policy != nullptr ? *policy : parent.spec;
   require_place(spec, tokens);  // Before anything is copied.
@@ -114,7 +118,7 @@ void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
   Sequence& sequence = resting(id, "truncate");
   if (tokens > sequence.tokens)
     throw Error(Errc::invalid_argument, "truncate: sequence " + text(id.value) + " has " + text(sequence.tokens) +
-                                            " tokens, and is to keep " + text(tokens));
+                                            " tokens, and is to keep " + text(tokens) + "; keep no more than it has");
   require_windows(id, sequence, tokens, "truncate");
   if (tokens != sequence.tokens) drop_look(sequence);
   take_back_choices(sequence, tokens);

@@ -191,8 +191,8 @@ std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const
     return too_few_far_tokens(spec, least);
   const std::uint64_t window = window_of(spec, limits.shape.page_tokens);
   if (window > limits.max_window && bounds_window(spec, bucket) && !dense)
-    return "sinks and recent tokens are " + std::to_string(window) + ", and EngineOptions::max_window " +
-           std::to_string(limits.max_window);
+    return "sinks and recent tokens are " + std::to_string(window) + ", and EngineOptions::max_window is " +
+           std::to_string(limits.max_window) + "; raise it";
   return {};
 }
 

@@ -156,7 +156,8 @@ TEST_CASE("a device that is late while a sequence is resumed keeps its blocks un
   REQUIRE(late > 0);
 }
 
-TEST_CASE("a sequence is resumed after a plan was refused, whether the block that it copied is held or free", "[park]") {
+TEST_CASE("a sequence is resumed after a plan was refused, whether the block that it copied is held or free",
+          "[park]") {
   Parked parked(12);  // Of its second page 4 tokens of 8: who shares that and goes on gets a block of its own.
   const auto device = std::make_shared<RefusingDevice>(parked.rig.device);
   EngineOptions three = options();
@@ -169,8 +170,9 @@ TEST_CASE("a sequence is resumed after a plan was refused, whether the block tha
     const SequenceId child = engine.fork(parent, 12, parse_policy("full:near=0"));
     const PlanItem item{.sequence = child};
     device->verbs.refuses = true;
-    REQUIRE(code_of([&] { (void)engine.plan({&item, 1}, engine.options().largest, parked.rig.stream); }) ==
-            Errc::device);
+    REQUIRE(code_of([&] {
+              (void)engine.plan({&item, 1}, engine.options().largest, parked.rig.stream);
+            }) == Errc::device);
     REQUIRE(engine.memory().far_pages_used > alone);
     if (!held) engine.end(child);
     const SequenceId again = engine.resume(parked.area, "model");
