@@ -90,7 +90,7 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] bool imports(SequenceId id) const noexcept;
   /// @throws Error{Errc::out_of_capacity} if there is no room for a sequence that begins with `tokens` tokens of others
   void require_place(const PolicySpec& spec, std::uint32_t tokens) const;
-  /// One that does.
+  /// A sequence that begins so.
   [[nodiscard]] SequenceId add(const PolicySpec& spec, std::uint32_t tokens = 0);
   /// One without a policy that threads may learn for; what it has is free, or idle.
   void remove(SequenceId id) noexcept;
@@ -220,8 +220,9 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] std::uint64_t policy_share(const PolicySpec& spec, std::uint32_t tokens) const noexcept;
   /// What all that live count for.
   [[nodiscard]] std::uint64_t policy_shares() const noexcept;
-  /// @throws Error{Errc::out_of_capacity} if `more` beside that exceeds the bound
+  /// Whether `more` beside that keeps to the bound.
   [[nodiscard]] bool has_policy_room(std::uint64_t more) const noexcept;
+  /// @throws Error{Errc::out_of_capacity} if it does not
   void require_policy_room(std::uint64_t more) const;
   [[nodiscard]] bool admits(std::uint32_t tokens, const PolicySpec& policy) const noexcept;
   /// What lies near is as the device has it.  @throws Error{Errc::timeout}, Error{Errc::device}
@@ -291,7 +292,7 @@ struct Engine::Impl : cpu::Kept {
   void note_ended() noexcept;
   /// The mailbox has a place for the next forward.
   void require_noted();
-  /// Until the device has passed where it was to signal `ticket`, and what it has asked by then is answered; or until
+  /// Until the device has passed where it was to signal ticket `signalled`, and what it has asked by then is answered; or until
   /// that is late, which the layer then finds out. For the calling thread.
   void await_answer(std::uint64_t signalled, void* stream);
   /// No thread works for a forward that failed, and none does as long as the result lives.

@@ -109,7 +109,7 @@ bool bounds_window(const PolicySpec& spec, const Bucket& bucket) noexcept {
   return !bucket.unbounded || spec.uses(Source::pages);
 }
 
-/// Whether pages are attended as they are, by whom ever they are chosen. Of a progressive budget the open one is far,
+/// Whether pages are attended as they are, whoever chooses them. Of a progressive budget the open one is far,
 /// too, and counts first.
 bool attends_pages(const PolicySpec& spec) noexcept {
   return (whole_pages(spec) && chooser(spec) == Chooser::device) || spec.budget.kind == BudgetKind::progressive;
