@@ -160,20 +160,6 @@ struct ForwardChosen {
   std::uint32_t members = 0;  ///< not 0: which heads attend each row stands behind the rows
 };
 
-/// Some of a list's far part as the workers publish it once the list is done, for a device that reads it without having
-/// been told that it is there. All 16 bytes are written at once and read at once, and the tag says what they answer.
-struct alignas(16) FarUnit {
-  static constexpr std::uint32_t kFloats = 3;
-  float floats[kFloats] = {};
-  std::uint32_t tag = 0;  ///< the question, modulo 2^32; of none that is older than kRenewed questions
-  /// As often as this all tags are renewed, so that none is still there when its number comes again.
-  static constexpr std::uint64_t kRenewed = std::uint64_t{1} << 31;
-};
-/// Units of a list, and of all lists of a question, that are published: of more, what tags take up on the link would
-/// cost more than they save.
-inline constexpr std::uint32_t kMostListUnits = 1024;
-inline constexpr std::uint32_t kMostFarUnits = 6 * 1024;
-
 /// The 4-bit copies of `from` become those of `to`, too. Its digest does not: it is of a page that is full.
 struct ForwardBlockCopy {
   std::uint32_t from = 0;
@@ -191,9 +177,7 @@ enum class ForwardStatus : std::uint32_t {
   running = 0,
   done = 1,
   unplanned = 2,  ///< replayed without a plan of its own; nothing was appended, outputs are NaN
-  /// The far part's answer did not come in time; outputs from that layer on are NaN. Should it come in that very
-  /// moment, some of that layer's may be numbers.
-  abandoned = 3,
+  abandoned = 3,  ///< the far part's answer did not come in time; outputs from that layer on are NaN
   cancelled = 4,
   orphaned = 5,    ///< the forward that it builds on did not get to its end; as unplanned
   mismatched = 6,  ///< what ran was made for another bucket than the plan's; as unplanned
@@ -223,13 +207,11 @@ struct ForwardState {
   std::uint64_t asked = 0;      ///< questions so far
   std::uint64_t unplanned = 0;  ///< replays without a plan so far
   std::uint64_t released = 0;   ///< newest question whose answer is known to be there, or to come no more
-  std::uint64_t polled = 0;     ///< newest question whose answer a thread block of `merge` looks for, for the others
-  std::uint64_t merged = 0;     ///< newest question whose answer `merge` has seen, or of the forward before
-  std::uint64_t at_once = 0;    ///< lists so far whose far part was there when `merge` began, and the answer, too
   ForwardStatus status = ForwardStatus::done;
   std::uint32_t layer_far_tokens = 0;  ///< while it is split
   std::uint32_t layer_choices = 0;     ///< lists of it for which the CPU chooses
   std::uint32_t arrived = 0;           ///< parts of it that are split
+  std::uint32_t merging = 0;           ///< parts of it whose merge has begun
   std::uint64_t fetching_ns = 0;       ///< when it began to wait for what the CPU chooses, by the device's clock
   std::uint32_t near_rows = 0;         ///< that hold something, of all planes
   std::uint64_t promoted = 0;          ///< rows brought near so far

@@ -10,7 +10,6 @@
 #include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/trace.hpp"
-#include "sluice/units.hpp"
 
 namespace sluice {
 
@@ -130,9 +129,6 @@ struct ForwardMemory {
   std::uint32_t* far_counts = nullptr;
   float* far_out = nullptr;  ///< [decode_rows, q_heads, head_dim]
   float* far_lse = nullptr;  ///< [decode_rows, q_heads] of a list that was chosen for: kEmptyLse if it is empty
-  /// [kMostFarUnits, or as many as there can be] of lists that the device chose, what is in far_out and far_lse, one
-  /// list's units behind the other's; null: nothing is published.
-  FarUnit* far_units = nullptr;
   // Likewise, if `fetches_chosen`.
   ForwardChosen* chosen = nullptr;       ///< [decode_rows, kv_heads]
   std::uint32_t* chosen_rows = nullptr;  ///< [decode_rows, kv_heads, chosen_room] as far_entry has them, then members
@@ -150,15 +146,6 @@ struct ForwardMemory {
   [[nodiscard]] constexpr bool fetches() const noexcept { return fetch_share != 0; }
   /// Whether the CPU may be asked for anything: to attend far rows, or to choose.
   [[nodiscard]] constexpr bool asks() const noexcept { return fetch_share != kWholeFetchShare || tail_rows != 0; }
-  /// Units of a list's far part: outputs of its heads, then their lse.
-  [[nodiscard]] constexpr std::uint32_t list_units() const noexcept {
-    return static_cast<std::uint32_t>(div_up(shape.group() * (shape.head_dim + 1), FarUnit::kFloats));
-  }
-  /// Whether the far part is published in units, of a question of so many lists.
-  [[nodiscard]] constexpr bool publishes(std::uint32_t asked_lists) const noexcept {
-    const std::uint32_t units = list_units();
-    return far_units != nullptr && units <= kMostListUnits && std::uint64_t{asked_lists} * units <= kMostFarUnits;
-  }
   /// Of a list of so many far rows that the device chose, how many it attends itself: the last ones.
   [[nodiscard]] constexpr std::uint32_t fetched_of(std::uint32_t listed) const noexcept {
     return fetched_rows(listed, fetch_share);

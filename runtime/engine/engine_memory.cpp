@@ -6,7 +6,6 @@
 #include <string>
 
 #include "runtime/engine/engine_options.hpp"
-#include "runtime/far/far_units.hpp"
 #include "sluice/carver.hpp"
 #include "sluice/error.hpp"
 #include "sluice/int4.hpp"
@@ -87,7 +86,6 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint64_t list
   take(parts, shared.far_counts, kv_heads(shared));
   take(parts, shared.far_out, heads(shared) * shared.shape.head_dim);
   take(parts, shared.far_lse, heads(shared));
-  if (const std::uint64_t units = unit_room(shared); units != 0) take(parts, shared.far_units, units);
   if (shared.fetches_chosen) {
     take(parts, shared.chosen, kv_heads(shared));
     take(parts, shared.chosen_rows, kv_heads(shared) * shared.chosen_room());
@@ -245,7 +243,6 @@ void EngineMemory::take_pinned(const EngineOptions& options, const ForwardMemory
   pinned_ = device.allocate_pinned(carve_pinned(counted, listed, nullptr));
   (void)carve_pinned(slips_, listed, pinned_->data());
   *largest().mailbox = {};
-  std::fill_n(largest().far_units, unit_room(largest()), FarUnit{});
 }
 
 void EngineMemory::copy_rows(std::uint32_t block, std::uint32_t copy, std::uint32_t tokens) const noexcept {

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "cpu/backend/verbs.hpp"
-#include "runtime/far/far_units.hpp"
 
 namespace sluice::runtime {
 namespace {
@@ -115,12 +114,7 @@ void FarParts::attend(const FarQuestion& question, const FarPart& part, std::uin
   const ForwardMemory& m = memory_[question.drafts - 1];
   const ChosenList* const chosen = choice_.find(question.asked, part.list);
   attend_rows(m, question, part, rows_[thread], chosen);
-  if (!merge(m, part)) return;
-  if (chosen != nullptr) {
-    choice_.complete(question, *chosen, part.list);
-  } else if (m.publishes(question.lists)) {
-    publish(m, question.asked, part.list);
-  }
+  if (merge(m, part) && chosen != nullptr) choice_.complete(question, *chosen, part.list);
 }
 
 }  // namespace sluice::runtime

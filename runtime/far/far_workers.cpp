@@ -9,7 +9,6 @@
 
 #include "cpu/threads/spin.hpp"
 #include "runtime/far/answer_watchdog.hpp"
-#include "runtime/far/far_units.hpp"
 #include "runtime/far/mailbox.hpp"
 #include "sluice/error.hpp"
 #include "sluice/run_clock.hpp"
@@ -148,11 +147,15 @@ void FarWorkers::stand_aside(std::uint32_t thread, std::uint64_t seen, Presence&
     std::mutex mutex;  // Of nobody else: what wakes the others is no reason to come back.
     std::unique_lock lock(mutex);
     std::condition_variable_any over;
-    while (!stop.stop_requested()) {
+    for (bool reliable = false; !reliable && !stop.stop_requested();) {
       (void)over.wait_until(lock, stop, presence.until(), [] { return false; });
-      if (!under_way()) sleep(thread, seen, stop);  // Nothing spins between plans.
-      if (watch(presence, stop)) break;
-      presence.stand_aside_again(Clock::now());
+      if (!under_way()) {  // Nothing spins between plans.
+        aside_.fetch_sub(1, std::memory_order_relaxed);
+        sleep(thread, seen, stop);
+        aside_.fetch_add(1, std::memory_order_relaxed);
+      }
+      reliable = watch(presence, stop);
+      if (!reliable) presence.stand_aside(Clock::now());
     }
   }
   aside_.fetch_sub(1, std::memory_order_relaxed);
@@ -236,7 +239,6 @@ void FarWorkers::say(const FarQuestion& question) {
   answer_ns_.fetch_add(static_cast<std::uint64_t>(now - seen), std::memory_order_relaxed);
   if (notes_.wants(question.forward))
     notes_.answer(question.forward, question.layer, {.seen_ns = seen, .answered_ns = now});
-  if (question.asked % FarUnit::kRenewed == 0) renew_tags(memory_, question.asked);
   std::atomic_ref(memory_.mailbox->answer.answered).store(question.asked, std::memory_order_release);
   if (memory_.handover == Handover::stream) open_gate(*memory_.mailbox, question.asked);
 }

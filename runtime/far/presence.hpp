@@ -10,8 +10,8 @@ namespace sluice::runtime {
 
 /// Whether a thread can be relied on. One that shares its core with another program's is off it for milliseconds at a
 /// time, and with it what it has claimed: a layer waits for that as long as for dozens of layers. Such a thread is better
-/// not asked, for a while that doubles as long as it would go on so: before it comes back it has to watch for a time,
-/// with nothing claimed, and not to miss a moment of it.
+/// not asked, for a while that doubles as long as it goes on so. Before it comes back it has to watch for a time, with
+/// nothing claimed, and not to miss a moment of it.
 /// Thread safety: one thread's.
 class Presence {
  public:
@@ -23,6 +23,7 @@ class Presence {
   static constexpr std::chrono::milliseconds kWindow{100};
   static constexpr std::chrono::milliseconds kFirstPause{100};
   static constexpr std::chrono::milliseconds kMostPause{12'800};
+  static constexpr std::chrono::seconds kForgiven{1};  ///< after so long the next pause is a first one
   /// Of a thread that watches before it comes back: some of a scheduler's slices.
   static constexpr std::chrono::milliseconds kProbation{15};
 
@@ -42,9 +43,11 @@ class Presence {
   }
   [[nodiscard]] bool unreliable() const noexcept { return absences_ > kMostAbsences; }
 
-  /// It stands aside for the first time in a while, or, as it was missed on probation, once more.
-  void stand_aside(Time now) noexcept { pause(kFirstPause, now); }
-  void stand_aside_again(Time now) noexcept { pause(std::min(2 * pause_, kMostPause), now); }
+  void stand_aside(Time now) noexcept {
+    pause_ = now - until_ > kForgiven ? kFirstPause : std::min(2 * pause_, kMostPause);
+    until_ = now + pause_;
+    absences_ = 0;
+  }
   [[nodiscard]] Time until() const noexcept { return until_; }
   /// Nothing counts that was before.
   void begin_probation(std::uint64_t taken, Time now) noexcept {
@@ -55,11 +58,6 @@ class Presence {
   [[nodiscard]] bool was_missed() const noexcept { return absences_ != 0; }
 
  private:
-  void pause(std::chrono::milliseconds pause, Time now) noexcept {
-    pause_ = pause;
-    until_ = now + pause;
-    absences_ = 0;
-  }
   void missed(std::uint32_t absences, Time now) noexcept {
     if (now - window_ > kWindow) {
       window_ = now;

@@ -7,7 +7,6 @@
 
 #include "cpu/backend/backend.hpp"
 #include "runtime/far/far_choice.hpp"
-#include "runtime/far/far_units.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
@@ -49,6 +48,9 @@ bool comes(const Ready& ready) {
   return ready();
 }
 
+/// Threads that do nothing: on a busy machine some may stand aside, whose cores others take.
+std::uint32_t resting(const FarWorkers& workers) { return workers.asleep() + workers.aside(); }
+
 }  // namespace
 
 TEST_CASE("threads sleep between plans, all of them", "[far_workers]") {
@@ -56,36 +58,18 @@ TEST_CASE("threads sleep between plans, all of them", "[far_workers]") {
   cpu::CoreShares shares;
   FarWorkers workers = desk.workers(shares, "core:4 pu:2", {.threads = 3, .pin = false});
   for (std::uint64_t forward = 1; forward < 20; ++forward) {
-    REQUIRE(comes([&] { return workers.asleep() == 3; }));
+    REQUIRE(comes([&] { return resting(workers) == 3; }));
     workers.wake(forward);
     REQUIRE(comes([&] { return workers.asleep() == 0; }));
     std::this_thread::sleep_for(3ms);
     REQUIRE(workers.asleep() == 0);
     desk.end(forward);
   }
-  REQUIRE(comes([&] { return workers.asleep() == 3; }));
+  REQUIRE(comes([&] { return resting(workers) == 3; }));
   const std::uint64_t before = workers.stirrings();
   std::this_thread::sleep_for(200ms);
-  REQUIRE(workers.asleep() == 3);
+  REQUIRE(resting(workers) == 3);
   REQUIRE(workers.stirrings() <= before + 3);  // A signal may stir them; whoever polls would be seen hundreds of times.
-}
-
-TEST_CASE("no unit of a far part keeps its question's number until that comes again", "[far_workers]") {
-  Desk desk;
-  std::vector<FarUnit> units(desk.memory.list_units());
-  desk.memory.far_units = units.data();
-  constexpr std::uint64_t kBefore = FarUnit::kRenewed - 2;
-  desk.mailbox.question.asked = desk.mailbox.answer.answered = kBefore;
-  cpu::CoreShares shares;
-  FarWorkers workers = desk.workers(shares, "core:4 pu:2", {.threads = 2, .pin = false});
-  workers.wake(1);
-  for (std::uint64_t asked = kBefore + 1; asked <= FarUnit::kRenewed + 1; ++asked) {
-    std::atomic_ref(desk.mailbox.question.asked).store(asked, std::memory_order_release);
-    REQUIRE(comes([&] { return workers.idle(); }));
-    const bool renewed = stores_units() && asked >= FarUnit::kRenewed;
-    for (const FarUnit& unit : units) REQUIRE(unit.tag == (renewed ? FarUnit::kRenewed : 0));
-  }
-  desk.end(1);
 }
 
 TEST_CASE("threads go by the share of cores when a forward is planned", "[far_workers]") {
@@ -100,19 +84,19 @@ TEST_CASE("threads go by the share of cores when a forward is planned", "[far_wo
   workers.wake(1);
   REQUIRE(workers.active() == 3);
   REQUIRE(workers.spins());
-  REQUIRE(comes([&] { return workers.asleep() == 4; }));
+  REQUIRE(comes([&] { return resting(workers) == 4; }));
   std::optional<cpu::CoreShares::Lease> third(
       shares.take({.topology = machine.of_pus(std::vector<std::uint32_t>{0, 2, 4, 6}), .named = true}));
   workers.wake(2);
   REQUIRE(workers.active() == 1);
-  REQUIRE(comes([&] { return workers.asleep() == 6; }));
+  REQUIRE(comes([&] { return resting(workers) == 6; }));
   other.reset();
   third.reset();
   workers.wake(3);
   REQUIRE(workers.active() == 7);
   REQUIRE(comes([&] { return workers.asleep() == 0; }));
   desk.end(3);
-  REQUIRE(comes([&] { return workers.asleep() == 7; }));
+  REQUIRE(comes([&] { return resting(workers) == 7; }));
 }
 
 TEST_CASE("with three cores or fewer nothing spins, nor where threads have no core each", "[far_workers]") {
@@ -142,7 +126,7 @@ TEST_CASE("with three cores or fewer nothing spins, nor where threads have no co
     CAPTURE(each.machine.summary(), each.machine.cores(), options.threads, options.spare);
     REQUIRE(workers.active() == each.active);
     REQUIRE(workers.spins() == each.spins);
-    REQUIRE(comes([&] { return workers.asleep() == each.active; }));
+    REQUIRE(comes([&] { return resting(workers) == each.active; }));
   }
 }
 
@@ -158,7 +142,7 @@ TEST_CASE("threads work for jobs, but never all that answer, and then sleep", "[
     Desk desk;
     cpu::CoreShares shares;
     FarWorkers workers = desk.workers(shares, "core:8 pu:1", {.threads = each.threads, .pin = false, .jobs = true});
-    REQUIRE(comes([&] { return workers.asleep() == each.threads; }));
+    REQUIRE(comes([&] { return resting(workers) == each.threads; }));
     if (each.under_way) workers.wake(1);
     std::atomic<int> working{0};
     std::atomic<bool> open{false};
@@ -174,7 +158,7 @@ TEST_CASE("threads work for jobs, but never all that answer, and then sleep", "[
     open = true;
     REQUIRE(comes([&] { return job->idle(); }));  // Without help.
     desk.end(1);
-    REQUIRE(comes([&] { return workers.asleep() == each.threads; }));
+    REQUIRE(comes([&] { return resting(workers) == each.threads; }));
     const std::uint64_t before = workers.stirrings();
     std::this_thread::sleep_for(50ms);
     REQUIRE(workers.stirrings() <= before + each.threads);

@@ -48,30 +48,37 @@ TEST_CASE("absences far apart are accidents, one long absence is a suspended pro
   REQUIRE_FALSE(presence.unreliable());
 }
 
-TEST_CASE("a thread on probation may not be missed once, and its pauses double", "[presence]") {
+TEST_CASE("a thread on probation may not be missed once", "[presence]") {
+  Presence presence(0);
+  const auto now = at(0ms);
+  presence.taken(5, now);
+  presence.begin_probation(9, now + 10s);  // What was missed before does not count, nor while it slept.
+  presence.look(now + 10s, true);
+  presence.taken(9, now + 10s);
+  REQUIRE_FALSE(presence.was_missed());
+  presence.taken(10, now + 10s + 1ms);
+  REQUIRE(presence.was_missed());
+  REQUIRE_FALSE(presence.unreliable());
+  presence.begin_probation(10, now + 20s);
+  presence.look(now + 20s + Presence::kGap, true);
+  REQUIRE_FALSE(presence.was_missed());
+  presence.look(now + 20s + 2 * Presence::kGap + 1us, true);
+  REQUIRE(presence.was_missed());
+}
+
+TEST_CASE("pauses double, whether probation was passed or not, until there was none for a while", "[presence]") {
   Presence presence(0);
   auto now = at(0ms);
-  presence.stand_aside(now);
-  REQUIRE(presence.until() - now == Presence::kFirstPause);
   auto expected = Presence::kFirstPause;
-  for (std::uint64_t taken = 1; taken < 12; ++taken) {
-    now = presence.until();
-    presence.begin_probation(taken, now);
-    presence.taken(taken, now + 1ms);
-    REQUIRE_FALSE(presence.was_missed());
-    presence.taken(taken + 1, now + 2ms);
-    REQUIRE(presence.was_missed());
-    REQUIRE_FALSE(presence.unreliable());
-    expected = std::min(2 * expected, Presence::kMostPause);
-    presence.stand_aside_again(now);
+  for (int i = 0; i < 12; ++i) {
+    presence.stand_aside(now);
     REQUIRE(presence.until() - now == expected);
+    now = presence.until() + (i % 2 == 0 ? Presence::kProbation : Presence::kForgiven);
+    expected = std::min(2 * expected, Presence::kMostPause);
   }
-  // What was missed before does not count, nor while it slept.
-  presence.begin_probation(1000, now + 10s);
-  presence.look(now + 10s, true);
-  REQUIRE_FALSE(presence.was_missed());
-  presence.look(now + 10s + Presence::kGap + 1us, true);
-  REQUIRE(presence.was_missed());
+  presence.stand_aside(presence.until() + Presence::kForgiven + 1ms);
+  now = presence.until();
+  REQUIRE(now - at(0ms) > Presence::kForgiven);
   presence.stand_aside(now);
-  REQUIRE(presence.until() - now == Presence::kFirstPause);
+  REQUIRE(presence.until() - now == 2 * Presence::kFirstPause);
 }

@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kThreads) copy_codes_kernel(const __grid_const
 
 __global__ void begin_kernel(const __grid_constant__ ForwardMemory m) {
   ForwardState& state = *m.state;
-  state.released = state.merged = state.asked;  // Of a forward that was abandoned.
-  state.layer_far_tokens = state.layer_choices = state.arrived = 0;
+  state.released = state.asked;  // Of a forward that was abandoned.
+  state.layer_far_tokens = state.layer_choices = state.arrived = state.merging = 0;
   const bool planned = state.planned > state.forward;
   if (!planned && state.planned > state.told) publish(m, state.planned, ForwardStatus::skipped);
   state.forward = state.planned;

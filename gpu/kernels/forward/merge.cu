@@ -2,7 +2,6 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/forward/promote.cuh"
-#include "gpu/kernels/forward/units.cuh"
 #include "gpu/kernels/forward/wait.cuh"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
@@ -25,12 +24,7 @@ void load_forward_team_kernels();
 
 namespace {
 
-using namespace forward;
-
 constexpr std::uint32_t kThreads = near::kThreads;
-
-/// Of far rows, of a question of this bucket.
-__device__ std::uint32_t lists_of(const ForwardMemory& m) { return m.bucket.decode_rows * m.shape.kv_heads; }
 
 /// What was attended near, over the link, and far weighs in a head's output.
 struct Weights {
@@ -71,53 +65,11 @@ __device__ void put_out(const ForwardLayer& layer, std::byte* row, std::uint32_t
   }
 }
 
-/// A list's far part, as a thread block reads it in units, and how the forward stands then.
-struct FarPart {
-  alignas(16) float read[kMostListUnits * FarUnit::kFloats];  ///< outputs, then lse
-  ForwardStatus status;
-  bool there;
-};
-
-/// The whole thread block waits for the answer: not at all if it is there, and all of the list's units are of it,
-/// should it have `requested` them. `found`: these are, and far.read has them. Returns how the forward is.
-__device__ ForwardStatus await_far(const ForwardMemory& m, const AnswerLook& look, FarUnits& units, bool requested,
-                                   FarPart& far, bool& found) {
-  const auto put = [&] { return __syncthreads_and(!requested || units.put(m, look.asked, far.read)) != 0; };
-  bool all = true;
-  if (m.publishes(lists_of(m))) {
-    if (threadIdx.x == 0) far.there = look.there();
-    all = put();
-    if (all && far.there) {
-      if (threadIdx.x == 0) note_at_once(m, look, requested);
-      found = requested;
-      return ForwardStatus::running;
-    }
-    if (!all) units.request(m, blockIdx.x);  // Once more: it may come while one thread waits for the others' lists.
-  }
-  if (threadIdx.x == 0) far.status = await_answer(m, look);
-  if (all) {
-    __syncthreads();
-  } else {
-    all = put();
-  }
-  found = requested && all;
-  return far.status;
-}
-
-/// Thread block i: row i / kv_heads, KV head i % kv_heads. `kTeams`: rows are teams. `foreseen`: its list has a far
-/// part that is published, so it seems, which only then is requested before that is known.
+/// Thread block i: row i / kv_heads, KV head i % kv_heads. `kTeams`: rows are teams.
 template <bool kTeams>
-__device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, bool foreseen) {
+__device__ void merge(const ForwardMemory& m, const ForwardLayer& layer) {
   __shared__ Weights weights[kMaxGroup];
-  __shared__ FarPart far_part;
-  FarUnits units;
-  AnswerLook look;
-  const auto request = [&] {
-    units.request(m, blockIdx.x);
-    if (threadIdx.x == 0) look.look_over_link(m);
-  };
-  if (foreseen) request();
-  look.look(*m.state);
+  __shared__ ForwardStatus status;
   const std::uint32_t group = m.shape.group();
   const std::uint32_t head_dim = m.shape.head_dim;
   const std::uint32_t row = blockIdx.x / m.shape.kv_heads;
@@ -141,10 +93,8 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, bool fo
   };
   float4 near = near_out(4 * threadIdx.x);
   const float near_lse = threadIdx.x < group ? m.near_lse[first + threadIdx.x] : kEmptyLse;
-  const bool published = lists_far && !asks && m.publishes(lists_of(m));
-  if (published && !foreseen) request();
-  bool found = false;
-  const ForwardStatus status = await_far(m, look, units, published, far_part, found);
+  if (threadIdx.x == 0) status = forward::await_answer(m, m.bucket.decode_rows * m.shape.kv_heads);
+  __syncthreads();
   const bool goes_on = status == ForwardStatus::running;
   // Of a forward that did not begin the rows are not to be believed, and `append` has seen to its outputs.
   if ((!goes_on && status != ForwardStatus::abandoned) || list == kNone) return;
@@ -154,15 +104,12 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, bool fo
   // What the CPU has just written is read once, in wide words, and all of it at once: each way over the link is long.
   const auto far_out = [&](std::uint32_t at) {
     if (!has_far || at >= group * head_dim) return float4{};
-    if (found) return *reinterpret_cast<const float4*>(far_part.read + at);
     return __ldcv(reinterpret_cast<const float4*>(m.far_out + first * head_dim + at));
   };
   float4 far = far_out(4 * threadIdx.x);
   if (threadIdx.x < group) {
     const std::uint64_t h = first + threadIdx.x;
-    const float far_lse = !has_far ? kEmptyLse
-                          : found  ? far_part.read[group * head_dim + threadIdx.x]
-                                   : __ldcv(m.far_lse + h);
+    const float far_lse = has_far ? __ldcv(m.far_lse + h) : kEmptyLse;
     const bool fetched = (fetches >> threadIdx.x & 1) != 0;
     const Weights mine = weigh({.any = has_near, .lse = has_near ? near_lse : kEmptyLse},
                                {.any = fetched, .lse = fetched ? m.fetched_lse[h] : kEmptyLse},
@@ -189,17 +136,9 @@ template <bool kTeams>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                  const __grid_constant__ ForwardLayer layer) {
-  const std::uint32_t merges = lists_of(m);
-  // As it is while the kernel before may still run, so perhaps of the layer before. It decides nothing but what is
-  // requested early: units that are not there would be in the way of what is, and of layers that ask nothing.
-  std::uint32_t listed = 0;
-  if (blockIdx.x < merges && m.publishes(merges)) {
-    const cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> far_listed(m.far_listed[blockIdx.x]);
-    listed = far_listed.load(cuda::memory_order_relaxed);
-  }
   detail::wait_for_kernel_before();
-  const bool foreseen = listed != m.fetched_of(listed);
-  if (blockIdx.x < merges) return merge<kTeams>(m, layer, foreseen);
+  const std::uint32_t merges = m.bucket.decode_rows * m.shape.kv_heads;
+  if (blockIdx.x < merges) return merge<kTeams>(m, layer);
   if (m.far_layout.scaled()) return near::promote<true>(m, scratch, layer.layer, blockIdx.x - merges);
   near::promote<false>(m, scratch, layer.layer, blockIdx.x - merges);
 }
