@@ -58,11 +58,15 @@ cpu::CoreShares::Lease share_of(const EngineOptions& options, const cpu::Topolog
       {.topology = topology, .numa_node = numa_node, .named = !options.cores.empty()});
 }
 
-/// Tokens up to which it pays to attend all of a sequence. On a GPU if all of its rows are near, and in batches of as
-/// many sequences as there may be, whatever a forward has, since what is attended must not depend on that.
+/// Tokens up to which it pays to attend all of a sequence, without a GPU.
+std::uint32_t dense_tokens(const EngineOptions& options) {
+  return scheduler::dense_tokens_of_cpu(parse_policy("sluice"), options.shape, options.kv_dtype);
+}
+
+/// On a GPU if all of its rows are near, and in batches of as many sequences as there may be, whatever a forward has,
+/// since what is attended must not depend on that.
 std::uint32_t dense_tokens(const EngineOptions& options, const Device& device) {
-  if (!device.info().own_processor)
-    return scheduler::dense_tokens_of_cpu(parse_policy("sluice"), options.shape, options.kv_dtype);
+  if (!device.info().own_processor) return dense_tokens(options);
   const PageLayout near = runtime::far_layout(options).near();
   const std::uint64_t planes = std::uint64_t{options.shape.layers} * options.shape.kv_heads;
   const std::uint64_t room = options.near_bytes / (near.page_bytes() * planes) * near.page_tokens;
@@ -86,6 +90,13 @@ const EngineOptions& settled(EngineOptions& options, const Device& on, const For
   if (options.handover == Handover::stream && !device.stream_waits)
     throw Error(Errc::unsupported, "handover is stream, and streams of device '" + device.name +
                                        "' cannot wait for a word of memory by themselves; use device or host");
+  return options;
+}
+
+/// The same for the embedded host device, without building one: it can do all that options may ask for.
+const EngineOptions& settled_on_host(EngineOptions& options) {
+  if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options);
+  if (options.handover == Handover::automatic) options.handover = cpu::HostDeviceOptions{}.handover;
   return options;
 }
 
@@ -161,8 +172,8 @@ Engine::~Engine() {
 EngineMemoryUse memory_needed(const EngineOptions& options, Device* device) {
   return translated([&] {
     runtime::validate(options);
-    if (device == nullptr) return runtime::EngineMemory::needed(options, nullptr);
     EngineOptions chosen = options;
+    if (device == nullptr) return runtime::EngineMemory::needed(settled_on_host(chosen), nullptr);
     const ForwardVerbs& verbs = verbs_of(*device);
     return runtime::EngineMemory::needed(settled(chosen, *device, verbs), &verbs);
   });
