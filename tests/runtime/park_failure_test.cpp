@@ -44,7 +44,7 @@ class RefusingVerbs final : public ForwardingVerbs {
  public:
   using ForwardingVerbs::ForwardingVerbs;
   void apply(const ForwardMemory& memory, void* stream) override {
-    if (std::exchange(refuses, false)) throw Error(Errc::device, "refused by the test");
+    if (std::exchange(refuses, false)) throw Error(Errc::device, "the test refuses this plan; repeat it");
     inner_.apply(memory, stream);
   }
   bool refuses = false;
