@@ -21,7 +21,7 @@ struct Unit {
 
 /// Tokens per unit of a task: how a task is cut depends on the task alone, so results do not depend on the
 /// number of threads. At least 96 rows, which amortise start and merge and still leave every core of a large machine
-/// a part of a decode step's far tokens; up to 64 units for long tasks.
+/// a part of a decode step's far tokens; at most 4096, so that only tasks beyond 2^18 tokens have more than 64 units.
 std::uint32_t unit_rows(std::uint64_t tokens) noexcept {
   return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(div_up(tokens, 64), 96, 4096));
 }

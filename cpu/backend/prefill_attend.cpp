@@ -162,6 +162,8 @@ void check_windows(const PrefillTask& task) {
 void Backend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                       Stream*) {
   if (tasks.empty()) return;
+  check_tensor_type("prefill", strides.q_dtype);
+  check_tensor_type("prefill", strides.out_dtype);
   for (const PrefillTask& task : tasks) {
     check("prefill", shape, task.kv.layout);
     check_windows(task);

@@ -295,6 +295,8 @@ class BlockSelection {
 
 void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
                             const PrefillShape& strides, const AttentionShape& shape, Stream*) {
+  if (tasks.empty()) return;
+  check_tensor_type("select_blocks", strides.q_dtype);
   for (const SelectBlocksTask& task : tasks) check("select_blocks", shape, task.kv.layout);
   if (shape.softcap != 0.f)
     throw Error(Errc::unsupported, "select_blocks: scores are summed without a soft-cap; prefill densely");

@@ -100,16 +100,21 @@ void score_tail(const Kernels& kernels, const ScoreInt4Task& task, const Attenti
                 const PageLayout& layout) {
   constexpr std::uint32_t kRows = 32;
   const std::byte* rows[kRows];
+  const float* scales[kRows];
   float scores[kRows * kMaxGroup];
   const std::uint64_t stride = task.row(layout.page_tokens);
   float* const out = task.out + task.estimates(layout.page_tokens);
   for (std::uint32_t first = 0; first < task.tail_rows; first += kRows) {
     const std::uint32_t count = std::min(kRows, task.tail_rows - first);
-    for (std::uint32_t i = 0; i < count; ++i) rows[i] = task.tail + (first + i) * layout.row_bytes();
+    for (std::uint32_t i = 0; i < count; ++i) {
+      rows[i] = task.tail + (first + i) * layout.row_bytes();
+      scales[i] = scales_in(layout, task.tail, first + i);
+    }
     kernels_for(kernels, layout.dtype)
         .score({.q = task.q,
                 .scale = shape.score_scale(),
                 .k = rows,
+                .scales = scales,
                 .count = count,
                 .group = shape.group(),
                 .head_dim = shape.head_dim,

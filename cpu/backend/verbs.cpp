@@ -22,7 +22,7 @@ std::string group_reason(const AttentionShape& shape) {
 }
 
 std::string layout_reason(const AttentionShape& shape, const PageLayout& layout) {
-  if (layout.page_tokens == 0) return "pages of 0 tokens";
+  if (layout.page_tokens == 0) return "pages of 0 tokens (need at least one)";
   if (layout.head_dim == shape.head_dim) return {};
   return "pages of head_dim " + std::to_string(layout.head_dim) + " for a shape of head_dim " +
          std::to_string(shape.head_dim);

@@ -8,6 +8,7 @@
 #include "sluice/error.hpp"
 
 namespace sluice::cpu {
+
 std::vector<std::string> HostBackend::unsupported_reasons(const AttentionShape& shape, const PageLayout& layout) const {
   return cpu_.unsupported_reasons(shape, layout);
 }

@@ -165,7 +165,8 @@ struct HostDevice::Impl {
 
 HostDevice::HostDevice(std::shared_ptr<const Workers> workers, const HostDeviceOptions& options) {
   if (!workers) throw Error(Errc::invalid_argument, "host device: workers must not be null");
-  if (options.flag_timeout.count() < 0) throw Error(Errc::invalid_argument, "host device: flag_timeout is negative");
+  if (options.flag_timeout.count() < 0)
+    throw Error(Errc::invalid_argument, "host device: flag_timeout is negative; give it 0 or more milliseconds");
   FaultInjector::validate(options.faults);
   impl_ = std::make_unique<Impl>(std::move(workers), options);
 }

@@ -28,7 +28,7 @@ struct HostDeviceOptions {
   std::uint64_t memory_bytes = 0;                  ///< limit on `allocate`; 0 = none
   std::chrono::milliseconds flag_timeout{30'000};  ///< how long a stream waits for a host flag
   FaultOptions faults{};
-  Handover handover = Handover::device;  ///< what Handover::automatic is, which is not one
+  Handover handover = Handover::device;  ///< what Handover::automatic stands for; not itself `automatic`
 };
 
 /// The embedded default device: near memory is ordinary memory, streams are in-order queues on threads

@@ -26,7 +26,7 @@ namespace sluice::cpu {
 struct HostStreamOptions {
   std::string name;
   std::chrono::milliseconds flag_timeout{};
-  std::uint64_t actor = 0;  ///< tells this stream's faults from that of its siblings
+  std::uint64_t actor = 0;  ///< tells this stream's faults from those of its siblings
 };
 
 /// An in-order queue on a thread of its own. Every operation runs even after one has failed; the first

@@ -12,8 +12,6 @@ constexpr std::uint32_t kTile = 16;
 /// applied. As long as nothing is there yet a core only waits, and many requests keep the first rows waiting, too: with
 /// tiles of 32 and 32 rows ahead fifteen threads that attend 64 rows at a time took a fifth longer on a Xeon.
 constexpr std::uint32_t kAttendAhead = 24;
-/// Below every score that counts, and finite: (-inf) - (-inf) would be NaN.
-constexpr float kLowest = -3.402823466e38f;
 constexpr float kInfinity = __builtin_inff();
 
 /// What one call keeps while it runs. Arrays of a block of heads start at its first head.

@@ -207,7 +207,7 @@ void prefill(const PrefillRows& args) noexcept {
   static_assert(kPrefillBlock % kPrefillKeys == 0);
   const PrefillScratch scratch(args);
   for (std::uint32_t r = 0; r < args.rows; ++r) {
-    scratch.top[r] = -3.402823466e38f;  // Lowest finite: (-inf) - (-inf) would be NaN.
+    scratch.top[r] = kLowest;
     scratch.mass[r] = 0.f;
   }
   for (std::size_t i = 0; i < std::size_t{args.rows} * args.head_dim; ++i) args.out[i] = 0.f;

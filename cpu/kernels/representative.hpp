@@ -18,12 +18,8 @@ struct RepresentativeScratch {
   float* keys;     ///< [head_dim, kPrefillKeys]
 };
 
-constexpr float kLowestScore = -3.402823466e38f;
-
 /// NaN and -inf become the lowest, +inf the highest: differences of scores are numbers or -inf.
-inline Vec clean(Vec scores) noexcept {
-  return Simd::min(Simd::max(scores, Simd::set(kLowestScore)), Simd::set(-kLowestScore));
-}
+inline Vec clean(Vec scores) noexcept { return Simd::min(Simd::max(scores, Simd::set(kLowest)), Simd::set(-kLowest)); }
 
 /// Scores of one head's rows with the packed block of keys from `key0` on; the lowest where a row may not see the key.
 inline void score_block(const RepresentativeRows& args, std::uint32_t head, std::uint32_t key0,
@@ -42,7 +38,7 @@ inline void score_block(const RepresentativeRows& args, std::uint32_t head, std:
   for (std::uint32_t r = 0; r < args.rows && args.first + r < key0 + kPrefillKeys - 1; ++r) {
     const std::uint32_t visible = args.first + r < key0 ? 0 : args.first + r - key0 + 1;
     for (std::uint32_t j = visible; j < kPrefillKeys; ++j) {
-      scratch.weights[std::size_t{r} * kWeightStride + j] = kLowestScore;
+      scratch.weights[std::size_t{r} * kWeightStride + j] = kLowest;
     }
   }
 }
@@ -95,14 +91,14 @@ inline void add_mass(const float* scores, float& top, float& mass) noexcept {
   Simd::store(lanes[2], Simd::fold_add<1>(sum));
   top = lanes[0][0];
   // As long as nothing but the lowest was seen, there is nothing.
-  mass = top == kLowestScore ? 0.f : mass * lanes[1][0] + lanes[2][0];
+  mass = top == kLowest ? 0.f : mass * lanes[1][0] + lanes[2][0];
 }
 
 template <DType kType>
 void representative_masses(const RepresentativeRows& args) noexcept {
   const RepresentativeScratch scratch(args);
   for (std::uint32_t i = 0; i < args.heads * kPrefillBlock; ++i) {
-    args.top[i] = kLowestScore;
+    args.top[i] = kLowest;
     args.mass[i] = 0.f;
   }
   for_each_scored<kType>(

@@ -14,6 +14,8 @@ using Vec = Simd::Vec;
 using Pair = Simd::Pair;
 constexpr std::uint32_t kWidth = Simd::kWidth;
 constexpr std::uint32_t kPair = 2 * kWidth;
+/// Below every score that counts, and finite: (-inf) - (-inf) would be NaN.
+constexpr float kLowest = -3.402823466e38f;
 
 /// Query heads that are computed together, and the K rows that fill a vector of scores with them: lane
 /// r * kHeads + h is row r, head h.

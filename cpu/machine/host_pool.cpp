@@ -16,12 +16,13 @@ std::uint32_t frame_count(const HostPoolOptions& options, const Topology& topolo
   if (page_bytes == 0)
     throw Error(Errc::invalid_argument, "host pool: layout has pages of 0 bytes; set page_tokens and head_dim");
   if (options.numa_node >= topology.numa_nodes())
-    throw Error(Errc::invalid_argument, "host pool: numa_node " + std::to_string(options.numa_node) + " of " +
-                                            std::to_string(topology.numa_nodes()));
+    throw Error(Errc::invalid_argument, "host pool: numa_node " + std::to_string(options.numa_node) +
+                                            " is not there; the machine has " + std::to_string(topology.numa_nodes()) +
+                                            ", counted from 0");
   const std::uint64_t frames = options.bytes / page_bytes;
   if (frames == 0)
     throw Error(Errc::invalid_argument, "host pool: " + std::to_string(options.bytes) + " bytes hold no page of " +
-                                            std::to_string(page_bytes) + " bytes");
+                                            std::to_string(page_bytes) + " bytes; give the pool more memory");
   if (frames >= kNone)
     throw Error(Errc::invalid_argument,
                 "host pool: " + std::to_string(frames) + " pages are more than 32-bit frame indices; use larger pages");

@@ -15,7 +15,7 @@ struct WorkersOptions {
   bool pin = true;              ///< bind each worker (not the caller) to a core
   std::uint32_t numa_node = 0;  ///< cores of this node are used first
   /// How long an idle worker spins before it sleeps. Waking a sleeper costs tens of microseconds, spinning burns
-  /// its core. Negative: 1 ms with more than four cores, 20 us with fewer, 0 with more threads than cores.
+  /// its core. Negative: 1 ms with more than four cores, 20 us with four or fewer, 0 with more threads than cores.
   std::chrono::microseconds spin{-1};
   /// How long a caller of parallel_for whose own share is done waits for the others. At least 1 ms.
   std::chrono::milliseconds timeout{30'000};

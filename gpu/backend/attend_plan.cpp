@@ -159,11 +159,12 @@ void AttendPlan::build(std::span<const AttendTask> tasks, const AttentionShape& 
     choose_slices(std::span(tasks_).subspan(begin, end - begin), blocks);
     begin = end;
   }
+  const std::uint32_t most_slices = kAttend.max_slices / std::max(variant.head_tiles, head_blocks_);
   for (const Task& task : tasks_) {
-    if (task.bytes > limit_bytes || task.slices * variant.head_tiles > kAttend.max_slices ||
-        task.slices * head_blocks_ > kAttend.max_slices) {
+    if (task.bytes > limit_bytes || task.slices > most_slices) {
       throw Error(Errc::out_of_capacity, "attend: the row lists of one task take " + std::to_string(task.bytes) +
-                                             " bytes of at most " + std::to_string(limit_bytes) +
+                                             " bytes in " + std::to_string(task.slices) + " slices of at most " +
+                                             std::to_string(limit_bytes) + " in " + std::to_string(most_slices) +
                                              "; select whole pages as runs, or attend in several tasks and merge");
     }
   }

@@ -9,8 +9,9 @@ namespace sluice::gpu {
 /// The verbs on CUDA streams: each packs its tasks into the stream's ParamRing and launches. The task array and what
 /// it points to on the host (runs, tokens, frames of `attend`) are read before the call returns; q, K, V, digests and
 /// outputs may be in device or pinned memory and are touched when the stream gets there.
-/// head_dim 64 or 128, bf16 or f16 keys and values, page_tokens a multiple of 8, up to 32 query heads per KV head.
-/// `select_blocks` has up to 2^20 keys, and rounds the queries that it scores to the dtype of the keys.
+/// KernelHeadDims, bf16 or f16 keys and values, page_tokens a multiple of 8 up to 256, up to 32 query heads per KV
+/// head. Clusters and `select_blocks` are of TunedHeadDims; `select_blocks` has up to 2^20 keys, and rounds the queries
+/// that it scores to the dtype of the keys.
 class Backend final : public sluice::Backend {
  public:
   /// Loads every kernel, so that none is loaded while another spins. `multiprocessors` sizes the grids.
@@ -53,7 +54,7 @@ class Backend final : public sluice::Backend {
 
  private:
   std::uint32_t multiprocessors_;
-  bool warpgroups_ = false;  ///< the device has the prefill kernels for Hopper
+  bool warpgroups_ = false;          ///< the device has the prefill kernels for Hopper
   std::uint32_t longest_top_p_ = 0;  ///< row of top_p that is held on chip
   std::uint32_t longest_top_k_ = 0;
 };

@@ -190,6 +190,7 @@ void Backend::merge(std::span<const MergeTask> tasks, const AttentionShape& shap
   if (tasks.empty()) return;
   CudaStream& queue = cuda_stream(stream, "merge");
   check_supported("merge", shape, PageLayout{.head_dim = shape.head_dim});
+  check_tensor_type("merge", out_dtype);
   const std::uint64_t limit = queue.params().largest();
   for (const MergeTask& task : tasks) {
     if (merge_bytes(task) <= limit) continue;

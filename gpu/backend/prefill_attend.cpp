@@ -168,6 +168,8 @@ void Backend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& st
   CudaStream& queue = cuda_stream(stream, "prefill");
   const std::uint64_t limit = std::min(queue.params().largest(), CudaStream::kScratchBytes - CudaStream::kCounterBytes);
   const PrefillPlan plan(strides, shape, warpgroups_);
+  check_tensor_type("prefill", strides.q_dtype);
+  check_tensor_type("prefill", strides.out_dtype);
   for (const PrefillTask& task : tasks) {
     check_supported("prefill", shape, task.kv.layout);
     check_task(task);

@@ -39,6 +39,7 @@ std::uint64_t frames_of(std::span<const SelectBlocksTask> tasks) {
   }
   return frames;
 }
+
 /// What of the stream's scratch memory the task's description takes: its item, and its page table.
 std::uint64_t item_bytes(const SelectBlocksTask& task) noexcept {
   return task.count == 0 ? 0 : sizeof(FlexItem) + div_up(pages_of(task), 4) * 16;
@@ -127,6 +128,7 @@ void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexP
   if (tasks.empty()) return;
   CudaStream& queue = cuda_stream(stream, "select_blocks");
   const std::uint64_t limit = std::min(queue.params().largest(), CudaStream::kScratchBytes - CudaStream::kCounterBytes);
+  check_tensor_type("select_blocks", strides.q_dtype);
   for (const SelectBlocksTask& task : tasks) check_task(task, shape, limit);
   if (spec.flattened)
     throw Error(Errc::unsupported,

@@ -70,10 +70,7 @@ void launch(std::span<const ClusterTask> tasks, CudaStream& stream) {
     item = cluster_item(task, scratch);
     item.frames = frames;
     frames = std::copy_n(task.kv.frames + task.first / task.kv.layout.page_tokens, pages_of(task), frames);
-    extent = {.count = std::max(extent.count, item.count),
-              .clusters = std::max(extent.clusters, item.clusters),
-              .chunks = std::max(extent.chunks, item.chunks),
-              .iterations = std::max(extent.iterations, item.iterations)};
+    extent.cover(item);
   }
   const PageLayout& layout = tasks.front().kv.layout;
   launch_cluster(items, extent, {.dtype = layout.near().dtype, .head_dim = layout.head_dim, .scaled = layout.scaled()},

@@ -2,6 +2,7 @@
 
 #include "gpu/head_dims.hpp"
 #include "sluice/error.hpp"
+#include "sluice/tensor.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -63,6 +64,12 @@ void check_tuned(const char* verb, std::uint32_t head_dim, const char* remedy) {
   if (TunedHeadDims::has(head_dim)) return;
   throw Error(Errc::unsupported, std::string(verb) + ": unsupported: head_dim " + std::to_string(head_dim) +
                                      " (its GPU kernels have " + TunedHeadDims::list() + "); " + remedy);
+}
+
+void check_tensor_type(const char* verb, DType type) {
+  if (is_tensor_type(type)) return;
+  throw Error(Errc::unsupported, std::string(verb) + ": unsupported: " + to_string(type) +
+                                     " (only pages of keys and values have scales; use f32, f16 or bf16)");
 }
 
 void check_supported(const char* verb, const PageLayout& layout) {

@@ -29,6 +29,10 @@ void check_supported(const char* verb, const PageLayout& layout);
 /// @throws Error{Errc::unsupported} naming the verb, the head_dim and the remedy.
 void check_tuned(const char* verb, std::uint32_t head_dim, const char* remedy);
 
+/// Of types that verbs read and write but pages: no fp8_e4m3, whose scales only pages have.
+/// @throws Error{Errc::unsupported} naming the verb and the type.
+void check_tensor_type(const char* verb, DType type);
+
 /// launch(TaskArray) for as many tasks at a time as one launch takes, one launch as a rule.
 template <class Task, class Launch>
 void for_each_launch(std::span<const Task> tasks, ParamRing& params, const Launch& launch) {

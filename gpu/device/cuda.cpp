@@ -8,12 +8,10 @@
 namespace sluice {
 namespace {
 
-constexpr int kLeastMajor = 8;
-
 bool usable(int ordinal) noexcept {
   int major = 0;
   return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal) == cudaSuccess &&
-         major >= kLeastMajor;
+         major >= gpu::kLeastMajor;
 }
 
 }  // namespace

@@ -17,9 +17,6 @@
 namespace sluice::gpu {
 namespace {
 
-/// The kernels use asynchronous copies and bf16 products.
-constexpr int kLeastMajor = 8;
-
 cudaDeviceProp properties_of(int ordinal) {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
@@ -135,7 +132,8 @@ std::unique_ptr<Backend> make_backend(const cudaDeviceProp& properties) {
 }  // namespace
 
 CudaDevice::CudaDevice(const CudaDeviceOptions& options) {
-  if (options.flag_timeout.count() < 0) throw Error(Errc::invalid_argument, "CUDA device: flag_timeout is negative");
+  if (options.flag_timeout.count() < 0)
+    throw Error(Errc::invalid_argument, "CUDA device: flag_timeout is negative; give it 0 or more milliseconds");
   const cudaDeviceProp properties = properties_of(options.ordinal);
   require_usable(properties, options.ordinal);
   const std::uint64_t limit = options.memory_bytes != 0
@@ -214,7 +212,8 @@ CudaDeviceFacts facts_of(int ordinal) {
 CudaDevice& cuda_device(Device& device, const char* operation) {
   auto* const found = dynamic_cast<CudaDevice*>(&device);
   if (found == nullptr)
-    throw Error(Errc::invalid_argument, std::string(operation) + ": '" + device.info().name + "' is no CUDA device");
+    throw Error(Errc::invalid_argument, std::string(operation) + ": '" + device.info().name +
+                                            "' is no CUDA device; use one of make_cuda_device");
   return *found;
 }
 

@@ -13,6 +13,9 @@
 
 namespace sluice::gpu {
 
+/// Least compute capability, before the dot: the kernels use asynchronous copies and bf16 products.
+inline constexpr int kLeastMajor = 8;
+
 /// One GPU behind the Device contract, on the primary context that all CUDA code of the process shares.
 /// Host memory that its streams touch by kernels or flags must be pinned: `allocate_pinned`, `register_host`, or
 /// CUDA's own calls. Flags that a stream waits for may go when the stream has passed them, if their memory is the

@@ -59,10 +59,7 @@ class Launches {
     ClusterItem& item = items_.inlined[items_.count++];
     item = cluster_item(task, carver);
     item.frames = in.list_of(clustering.list) + clustering.first / memory_.layout.page_tokens;
-    extent_ = {.count = std::max(extent_.count, item.count),
-               .clusters = std::max(extent_.clusters, item.clusters),
-               .chunks = std::max(extent_.chunks, item.chunks),
-               .iterations = std::max(extent_.iterations, item.iterations)};
+    extent_.cover(item);
   }
   void launch() {
     if (items_.count == 0) return;

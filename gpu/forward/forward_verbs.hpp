@@ -9,9 +9,9 @@
 
 namespace sluice::gpu {
 
-/// The verbs of a forward on CUDA streams: six launches per layer, one more if some rows choose by mass, two if pages
-/// are ranked, one if there are digests, two if there are drafts, and two per window of keys if there are chunks of
-/// prompts; one more for each stamp. Their grids follow from the bucket. KernelHeadDims, bf16 or f16 pages of a
+/// The verbs of a forward on CUDA streams: a few launches per layer, more if rows choose by mass, pages are ranked, or
+/// there are digests or drafts, and two per window of keys if there are chunks of prompts; one more for each stamp.
+/// Their grids follow from the bucket. KernelHeadDims, bf16 or f16 pages of a
 /// multiple of 8 tokens, up to 32 query heads per KV head; sparse prompts of TunedHeadDims.
 class ForwardVerbs final : public sluice::ForwardVerbs {
  public:

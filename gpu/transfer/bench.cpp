@@ -9,6 +9,7 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "sluice/error.hpp"
+#include "sluice/permutation.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -20,13 +21,8 @@ constexpr std::chrono::seconds kPatience{30};
 /// At a sample beside a load.
 constexpr int kAttempts = 3;
 
-/// SplitMix64's output function.
-std::uint64_t random_word(std::uint64_t i) noexcept {
-  std::uint64_t z = (i + 1) * 0x9e3779b97f4a7c15u;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return z ^ (z >> 31);
-}
+/// SplitMix64's output i.
+std::uint64_t random_word(std::uint64_t i) noexcept { return mixed_bits((i + 1) * 0x9e3779b97f4a7c15u); }
 
 /// A step through n places that visits each once and never two neighbours in a row, near `share` of n.
 std::uint64_t step_through(std::uint64_t n, double share) noexcept {

@@ -2,6 +2,7 @@
 #include <cstddef>
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/clock.cuh"
 #include "gpu/transfer/memory_load.hpp"
 
 namespace sluice::gpu {
@@ -15,12 +16,6 @@ constexpr std::uint32_t kInFlight = 4;
 constexpr std::uint32_t kStripesPerLook = 8;
 constexpr std::uint32_t kLongest_us = 1'000'000;
 
-__device__ __forceinline__ std::uint64_t now_ns() {
-  std::uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-
 /// Thread block b owns the units [begin, end) and goes round them in stripes of kInFlight units per thread.
 __global__ void __launch_bounds__(kThreads)
     memory_load_kernel(uint4* data, std::uint64_t units, std::uint64_t duration_ns, unsigned long long* moved) {
@@ -28,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint64_t begin = units * blockIdx.x / gridDim.x;
   const std::uint64_t stripes = (units * (blockIdx.x + 1) / gridDim.x - begin) / kStripe;
   if (stripes == 0) return;
-  const std::uint64_t start = now_ns();
+  const std::uint64_t start = detail::now_ns();
   std::uint64_t done = 0;
   __shared__ bool over;
   do {
@@ -44,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     __syncthreads();
-    if (threadIdx.x == 0) over = now_ns() - start >= duration_ns;
+    if (threadIdx.x == 0) over = detail::now_ns() - start >= duration_ns;
     __syncthreads();
   } while (!over);
   if (threadIdx.x == 0) atomicAdd_system(moved, static_cast<unsigned long long>(2 * done * kStripe * sizeof(uint4)));

@@ -30,11 +30,12 @@ class Transfer {
   /// All of them outlive the transfer.
   Transfer(cudaStream_t stream, ParamRing& ring);
 
-  /// Enqueues a batch. `order`: what an early look at the sources has to respect.
+  /// What an early look at the sources has to respect.
   enum class Order : std::uint8_t {
     strict,  ///< earlier work of the stream may still write the sources
     free,    ///< whatever the sources hold now is what is to be copied
   };
+  /// Enqueues a batch.
   /// @throws Error{Errc::device} or Error{Errc::timeout} if the batch could be enqueued only in part or not at all.
   void send(std::span<const Copy> batch, const PathChoice& choice, Order order, const MemoryMap& memory,
             const PathChooser& chooser);

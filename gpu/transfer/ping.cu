@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/clock.cuh"
 #include "gpu/transfer/ping.hpp"
 
 namespace sluice::gpu {
@@ -10,24 +11,18 @@ namespace {
 
 constexpr std::uint32_t kLongest_us = 10'000'000;
 
-__device__ __forceinline__ std::uint64_t now_ns() {
-  std::uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-
 /// One thread.
 __global__ void ping_kernel(std::uint64_t* out, std::uint64_t* in, std::uint32_t rounds, std::uint64_t timeout_ns,
                             std::uint64_t* done) {
   const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system> ping(*out);
   const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system> pong(*in);
-  const std::uint64_t start = now_ns();
+  const std::uint64_t start = detail::now_ns();
   std::uint64_t round = 0;
   while (round < rounds) {
     ping.store(round + 1, cuda::memory_order_release);
-    while (pong.load(cuda::memory_order_acquire) <= round && now_ns() - start < timeout_ns) {
+    while (pong.load(cuda::memory_order_acquire) <= round && detail::now_ns() - start < timeout_ns) {
     }
-    if (now_ns() - start >= timeout_ns) break;
+    if (detail::now_ns() - start >= timeout_ns) break;
     ++round;
   }
   *done = round;

@@ -77,7 +77,7 @@ double along(double x, std::pair<double, double> a, std::pair<double, double> b)
   return std::max(near.second + slope * (x - near.first), 0.0);
 }
 
-/// Position of the segment of `axis` that holds x, or the one nearest to it. At least one entry.
+/// Position of the segment of `items` that holds x, or the one nearest to it. At least one entry.
 template <class Items, class Key>
 std::pair<std::size_t, std::size_t> segment(const Items& items, double x, Key&& key) {
   std::size_t above = 0;
@@ -94,8 +94,8 @@ double on_curve(const std::vector<std::pair<double, double>>& points, double blo
 
 void validate_thread_blocks(const char* name, std::uint32_t blocks) {
   if (blocks == 0 || blocks > 65'535)
-    throw Error(Errc::invalid_argument,
-                std::string("transfer profile: ") + name + " is " + std::to_string(blocks) + ", not in [1, 65535]");
+    throw Error(Errc::invalid_argument, std::string("transfer profile: ") + name + " is " + std::to_string(blocks) +
+                                            "; let it be from 1 to 65535");
 }
 
 void validate(const TransferProfile& profile) {

@@ -7,8 +7,10 @@
 #include "sluice/error.hpp"
 #include "tests/cpu/backend_cases.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/errors.hpp"
 
 namespace sluice::test {
+
 TEST_CASE("shapes without kernels are named and refused before anything is written", "[cpu][backend]") {
   cpu::Backend backend(workers(1));
   const Problem problem({.tokens = 20});
@@ -30,6 +32,35 @@ TEST_CASE("shapes without kernels are named and refused before anything is writt
   }
   REQUIRE(std::isnan(out.lse[0]));
   backend.attend({}, odd, nullptr);
+}
+
+TEST_CASE("tensors of a type whose scales only pages have are refused by every verb that takes one", "[cpu][backend]") {
+  constexpr DType kScaled = DType::fp8_e4m3;
+  cpu::Backend backend(workers(1));
+  const Problem problem({.tokens = 20});
+  std::vector<std::byte> memory(problem.layout().page_bytes());
+  OwnPartial partial(problem);
+
+  const AppendTask append{.k = memory.data(), .v = memory.data(), .dtype = kScaled, .page = memory.data(), .count = 1};
+  REQUIRE(code_of([&] { backend.append({&append, 1}, problem.layout(), nullptr); }) == Errc::unsupported);
+  const ToF32Task convert{.in = {.data = memory.data(), .dtype = kScaled}};
+  REQUIRE(code_of([&] { backend.to_f32({&convert, 1}, nullptr); }) == Errc::unsupported);
+  const Partial part = partial.view();
+  const MergeTask merge{.parts = {&part, 1}, .out = memory.data()};
+  REQUIRE(code_of([&] { backend.merge({&merge, 1}, problem.shape(), kScaled, nullptr); }) == Errc::unsupported);
+  const ScorePagesTask pages{};
+  REQUIRE(code_of([&] { backend.score_pages({&pages, 1}, problem.shape(), kScaled, nullptr); }) == Errc::unsupported);
+
+  const PrefillTask prefill{.q = memory.data(), .kv = problem.kv(), .count = 1, .out = memory.data()};
+  for (const PrefillShape& strides : {PrefillShape{.q_dtype = kScaled}, PrefillShape{.out_dtype = kScaled}})
+    REQUIRE(code_of([&] { backend.prefill({&prefill, 1}, strides, problem.shape(), nullptr); }) == Errc::unsupported);
+  std::vector<std::uint32_t> blocks(problem.shape().group());
+  std::vector<PrefillChoice> choices(problem.shape().group());
+  const SelectBlocksTask select{
+      .q = memory.data(), .kv = problem.kv(), .count = 1, .blocks = blocks.data(), .choices = choices.data()};
+  REQUIRE(code_of([&] {
+            backend.select_blocks({&select, 1}, {}, {.q_dtype = kScaled}, problem.shape(), nullptr);
+          }) == Errc::unsupported);
 }
 
 TEST_CASE("the measured read rate is a usable rate", "[cpu][backend]") {

@@ -4,6 +4,7 @@
 #include "sluice/error.hpp"
 #include "tests/gpu/gpu_support.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/errors.hpp"
 #include "tests/support/random.hpp"
 #include "tests/support/reference.hpp"
 
@@ -12,17 +13,6 @@ namespace {
 
 constexpr AttentionShape kShape{.layers = 1, .q_heads = 8, .kv_heads = 2, .head_dim = 128};
 constexpr PageLayout kLayout{.page_tokens = 16, .head_dim = 128, .dtype = DType::bf16};
-
-template <class Function>
-Errc code_of(Function&& function) {
-  try {
-    function();
-  } catch (const Error& error) {
-    return error.code();
-  }
-  FAIL("nothing was thrown");
-  return {};
-}
 
 }  // namespace
 
@@ -76,6 +66,29 @@ TEST_CASE("GPU verbs refuse what they cannot do before anything is written", "[g
   REQUIRE(code_of([&] { under_test.backend().cluster({&cluster, 1}, under_test.stream()); }) == Errc::unsupported);
   under_test.finish();
   REQUIRE(page.front() == std::byte{0x5a});
+}
+
+TEST_CASE("GPU verbs refuse tensors of a type whose scales only pages have", "[gpu][backend]") {
+  constexpr DType kScaled = DType::fp8_e4m3;
+  GpuUnderTest under_test;
+  const auto memory = under_test.array(2 * kLayout.page_bytes(), std::byte{0x5a});
+  Backend& backend = under_test.backend();
+  Stream* const stream = under_test.stream();
+  const AppendTask append{.k = memory.data(), .v = memory.data(), .dtype = kScaled, .page = memory.data(), .count = 1};
+  REQUIRE(code_of([&] { backend.append({&append, 1}, kLayout, stream); }) == Errc::unsupported);
+  const ToF32Task convert{.in = {.data = memory.data(), .dtype = kScaled}};
+  REQUIRE(code_of([&] { backend.to_f32({&convert, 1}, stream); }) == Errc::unsupported);
+  const MergeTask merge{.parts = {}, .out = memory.data()};
+  REQUIRE(code_of([&] { backend.merge({&merge, 1}, kShape, kScaled, stream); }) == Errc::unsupported);
+  const PrefillTask prefill{.q = memory.data(), .kv = {.layout = kLayout}, .out = memory.data()};
+  for (const PrefillShape& strides : {PrefillShape{.q_dtype = kScaled}, PrefillShape{.out_dtype = kScaled}})
+    REQUIRE(code_of([&] { backend.prefill({&prefill, 1}, strides, kShape, stream); }) == Errc::unsupported);
+  const SelectBlocksTask select{.q = memory.data(), .kv = {.layout = kLayout}};
+  REQUIRE(code_of([&] {
+            backend.select_blocks({&select, 1}, {}, {.q_dtype = kScaled}, kShape, stream);
+          }) == Errc::unsupported);
+  under_test.finish();
+  REQUIRE(memory.front() == std::byte{0x5a});
 }
 
 TEST_CASE("GPU verbs need a stream of the device, unless there is nothing to do", "[gpu][backend]") {

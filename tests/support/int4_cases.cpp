@@ -254,8 +254,8 @@ TEST_CASE("with lists every head has its own pages, and the tail is minus infini
 
 TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]") {
   const auto [dtype, head_dim, group] =
-      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{16u, 64u, 80u, 128u, 256u},
-                    std::array{1u, 4u, 7u, 13u, 32u}));
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3},
+                    std::array{16u, 64u, 80u, 128u, 256u}, std::array{1u, 4u, 7u, 13u, 32u}));
   CAPTURE(to_string(dtype), head_dim, group);
   const auto under_test = backend_under_test();
   const std::uint32_t page_tokens = group == 7 ? 40 : 16, tail_page = 9;

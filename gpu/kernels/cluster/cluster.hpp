@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -20,7 +21,7 @@ struct ClusterItem {
   std::uint32_t* members_out = nullptr;
   std::uint32_t* starts_out = nullptr;
   std::uint32_t first = 0;  ///< token of the first key
-  std::uint32_t skip = 0;  ///< tokens of the first page before the first key
+  std::uint32_t skip = 0;   ///< tokens of the first page before the first key
   std::uint32_t count = 0;
   std::uint32_t clusters = 0;
   std::uint32_t iterations = 0;
@@ -51,6 +52,13 @@ struct ClusterExtent {
   std::uint32_t clusters = 0;
   std::uint32_t chunks = 0;
   std::uint32_t iterations = 0;
+
+  void cover(const ClusterItem& item) noexcept {
+    count = std::max(count, item.count);
+    clusters = std::max(clusters, item.clusters);
+    chunks = std::max(chunks, item.chunks);
+    iterations = std::max(iterations, item.iterations);
+  }
 };
 
 /// Enqueues the whole clustering of all items, which have at least one key each.

@@ -1,13 +1,14 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/e4m3.cuh"
-#include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/index/codes.cuh"
+#include "gpu/kernels/index/int4.hpp"
 
 namespace sluice::gpu {
 namespace {
 
 constexpr std::uint32_t kWarp = 32;
 constexpr std::uint32_t kThreads = 256;
+
 /// One thread block per page, one warp per row at a time, one word of codes per lane.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads)

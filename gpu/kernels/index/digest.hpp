@@ -7,8 +7,8 @@
 
 namespace sluice::gpu {
 
-/// One launch for all tasks. Pages of bf16 or f16, head_dim a multiple of 8 up to 256; pages and digests are 16-byte
-/// aligned.
+/// One launch for all tasks. Pages of bf16, f16 or fp8_e4m3, head_dim a multiple of 8 up to 256; pages and digests are
+/// 16-byte aligned.
 void launch_digest(const TaskArray<DigestTask>& tasks, DigestKind kind, const PageLayout& layout, cudaStream_t stream);
 
 void load_digest_kernels();

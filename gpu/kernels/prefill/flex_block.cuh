@@ -29,6 +29,14 @@ __device__ void with_queries(const FlexItem& item, const PrefillShape& shape, st
   }
 }
 
+/// The sum over all lanes of a warp, the same bits in each.
+__device__ inline float over_lanes(float sum) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+  return sum;
+}
+__device__ inline std::uint32_t over_lanes(std::uint32_t sum) { return __reduce_add_sync(kAllLanes, sum); }
+
 /// Sums and maxima over all threads of a block of kThreads, the same bits in all of them every time.
 template <int kThreads>
 class BlockReduce {
@@ -103,8 +111,7 @@ __device__ float pooled_attention(const FlexItem& item, const FlexArgs& args, co
     float dot = 0.f;
 #pragma unroll
     for (std::uint32_t i = 0; i < 4; ++i) dot += lane + 32 * i < args.head_dim ? mine[i] * key[lane + 32 * i] : 0.f;
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(kAllLanes, dot, step);
+    dot = over_lanes(dot);
     if (lane == 0) weights[block] = fabsf(dot) < INFINITY ? dot * args.score_scale : -INFINITY;
   }
   __syncthreads();

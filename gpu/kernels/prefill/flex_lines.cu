@@ -87,7 +87,10 @@ __device__ int reach(const Load& mine, double need, Load& before, double* all = 
       to.count += count;
     }
   }
-  if (all != nullptr) need *= * all = __shfl_sync(kAllLanes, to.mass, 31);
+  if (all != nullptr) {
+    *all = __shfl_sync(kAllLanes, to.mass, 31);
+    need *= *all;
+  }
   const std::uint32_t reached = __ballot_sync(kAllLanes, mine.count != 0 && before.mass + to.mass >= need);
   const std::uint32_t filled = __ballot_sync(kAllLanes, mine.count != 0);
   if (filled == 0) return -1;

@@ -23,13 +23,6 @@ constexpr std::uint32_t kManyRows = kWarps;
 constexpr std::uint32_t kFewRows = 2;
 constexpr std::uint32_t kManyRowsBlocks = 2560;  ///< key blocks at most with kManyRows
 
-__device__ float over_lanes(float sum) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-  return sum;
-}
-__device__ std::uint32_t over_lanes(std::uint32_t sum) { return __reduce_add_sync(kAllLanes, sum); }
-
 /// By one warp: the mean of the chunk's queries of one block. A lane has every 32nd element.
 __device__ void mean_query(float* mean, const FlexItem& item, const FlexArgs& args, std::uint32_t head,
                            std::uint32_t block) {

@@ -112,12 +112,6 @@ __device__ float diagonal_weight(const FlexItem& item, const float* pieces, std:
   return weight;
 }
 
-__device__ float over_lanes(float sum) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-  return sum;
-}
-
 /// A warp has one block of columns and the block of distances with the same index: it puts the distances together,
 /// clears what lies behind the last line, and sums both up. blockIdx.y is the head.
 __global__ void __launch_bounds__(kSumThreads) flex_sums_kernel(const __grid_constant__ FlexArgs args) {

@@ -7,8 +7,8 @@
 
 /// Causal attention of a chunk. A block owns 64 rows, (token, head) pairs of an item with the head as the inner index,
 /// 16 per warp, and walks over tiles of 64 keys (fewer beyond head_dim 128) that the next tile's copies overlap.
-/// S = Q K^T and O += P V with the rows as the rows of the products. With a mask an item has one head, and its tiles of rows lie on the grid of
-/// positions, so that all rows of one have the same mask.
+/// S = Q K^T and O += P V with the rows as the rows of the products. With a mask an item has one head, and its tiles of
+/// rows lie on the grid of positions, so that all rows of one have the same mask.
 ///
 /// Keys behind the last one that any row of the block may see are neither read nor counted: their rows in shared memory
 /// are zero. A row's own limit is kept by weights of 0, so a NaN in V at a key that a later row of the same block

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/clock.cuh"
 #include "gpu/kernels/transfer/signal.hpp"
 
 namespace sluice::gpu {
@@ -9,15 +10,9 @@ namespace {
 constexpr std::uint32_t kLongestDelayUs = 1'000'000;
 constexpr std::uint32_t kNapNs = 500;
 
-__device__ std::uint64_t now_ns() {
-  std::uint64_t ns = 0;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  return ns;
-}
-
 __global__ void delay_kernel(std::uint32_t microseconds) {
-  const std::uint64_t begin = now_ns();
-  while (now_ns() - begin < std::uint64_t{microseconds} * 1000) __nanosleep(kNapNs);
+  const std::uint64_t begin = detail::now_ns();
+  while (detail::now_ns() - begin < std::uint64_t{microseconds} * 1000) __nanosleep(kNapNs);
 }
 
 __global__ void signal_kernel(std::uint64_t* word, std::uint64_t value) {
