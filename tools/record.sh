@@ -132,7 +132,7 @@ parts() {
   echo plan
   echo serve
   if draws; then
-    for figure in pages tokens recall heads blocks sparse bits; do echo "figure-$figure"; done
+    for figure in pages tokens recall heads blocks sparse bits codes; do echo "figure-$figure"; done
   fi
 }
 

@@ -243,6 +243,12 @@ def print_bits(found):
            for r in found])
 
 
+def print_codes(found):
+    print("Tokens that copies of keys find, by their bits\n")
+    table(["code", "bits read", "overlap", "mass kept"],
+          [[r["code"], cell(r["bits"]), cell(r["overlap"], "{:.3f}"), cell(r["mass_kept"], "{:.3f}")] for r in found])
+
+
 def print_pages(found):
     print("Pages that a share of the softmax takes (PSA, Fig. 2)\n")
     table(["layer", "share", "order", "pages", "20%", "median", "80%", "mean"],
@@ -300,7 +306,7 @@ def main():
                                ("figure-pages", "pages", print_pages), ("figure-tokens", "tokens", print_tokens),
                                ("figure-recall", "recall", print_recall), ("figure-heads", "heads", print_heads),
                                ("figure-blocks", "blocks", print_blocks), ("figure-sparse", "sparse", print_sparse),
-                               ("figure-bits", "bits", print_bits)]:
+                               ("figure-bits", "bits", print_bits), ("figure-codes", "codes", print_codes)]:
         found = rows(reports, prefix, name)
         if found:
             show(found)
