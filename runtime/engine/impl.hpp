@@ -292,8 +292,8 @@ struct Engine::Impl : cpu::Kept {
   void note_ended() noexcept;
   /// The mailbox has a place for the next forward.
   void require_noted();
-  /// Until the device has passed where it was to signal ticket `signalled`, and what it has asked by then is answered; or until
-  /// that is late, which the layer then finds out. For the calling thread.
+  /// Until the device has passed where it was to signal ticket `signalled`, and what it has asked by then is answered;
+  /// or until that is late, which the layer then finds out. For the calling thread.
   void await_answer(std::uint64_t signalled, void* stream);
   /// No thread works for a forward that failed, and none does as long as the result lives.
   [[nodiscard]] runtime::FarChoice::Rest await_idle();
