@@ -108,7 +108,7 @@ std::vector<std::uint32_t> cores_of(const sluice_engine_options& options) {
   return {options.cores, options.cores + options.core_count};
 }
 
-/// What no engine takes is refused by it.
+/// What 32 bits do not hold becomes the largest number that they do, which engines refuse.
 std::uint32_t slack_of(const sluice_engine_options& options) {
   return static_cast<std::uint32_t>(std::min<std::uint64_t>(options.window_slack, kNone));
 }
@@ -246,7 +246,7 @@ void set_features(std::uint32_t features, const char* name, Bucket& bucket) {
     unknown &= ~feature.bit;
   }
   require(unknown == 0, std::string(name) + " is " + std::to_string(features) +
-                            ", which has a bit that this library does not know; or SLUICE_BUCKET_* together");
+                            ", which has a bit that this library does not know; make it of SLUICE_BUCKET_* alone");
 }
 
 bool switch_of(std::uint32_t value, const char* name) {

@@ -15,7 +15,7 @@ namespace sluice::capi {
 /// @throws Error{Errc::invalid_argument} naming the field that has no such value; ranges are the engine's to check.
 [[nodiscard]] EngineOptions to_engine(const sluice_engine_options& options);
 
-/// `options.cores` is where the result's cores lie. Nothing of the device: EngineOptions have none.
+/// The result's cores and windows lie where those of `options` do. Nothing of the device: EngineOptions have none.
 [[nodiscard]] sluice_engine_options from_engine(const EngineOptions& options);
 
 [[nodiscard]] std::uint32_t features_of(const Bucket& bucket) noexcept;

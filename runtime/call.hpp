@@ -16,6 +16,8 @@ inline const Error kNoMemory(Errc::out_of_capacity,
                              "this process gets no more host memory; shorten the sequences, use fewer, or raise its "
                              "limit (ulimit -v, memory.max)");
 
+[[nodiscard]] inline std::string text(std::uint64_t number) { return std::to_string(number); }
+
 inline void require(bool condition, const std::string& message) {
   if (!condition) throw Error(Errc::invalid_argument, message);
 }

@@ -149,7 +149,7 @@ class Device {
   [[nodiscard]] virtual std::unique_ptr<Stream> create_stream(const std::string& name) = 0;
   [[nodiscard]] virtual std::unique_ptr<Event> create_event() = 0;
 
-  /// Verbs of captured decode forwards; null where the device has none. They live as long as the device.
+  /// Verbs of an engine's forwards; null where the device has none. They live as long as the device.
   [[nodiscard]] virtual ForwardVerbs* forward_verbs() noexcept { return nullptr; }
 
   /// For pages of this size. What is not known is taken to be as the host's own memory.

@@ -51,10 +51,10 @@ struct Batch {
 /// goes by what earlier chunks of the sequence kept, as far as their forwards were finished when one is planned.
 ///
 /// Serves every policy with near=0, dense layers and bypass. On the device choose `full`, `none` (sinks and recent
-/// tokens), `exact | int4` and `pages | int4` with `top_k` or `top_p`, and `pages | top_k=all` (Quest, ArkVale), these
-/// without bypass. All others choose on the CPU, between a layer's question and its answer; pages are ranked on the
-/// device for them, too. What a row attends depends on policy, sequence and its team alone, neither on what else is in
-/// the batch nor on what is near.
+/// tokens), `exact | int4` and `pages | int4` with `top_k` or `top_p`, `clusters | int4` with `fitted`, and
+/// `pages | top_k=all` (Quest, ArkVale), these without bypass. All others choose on the CPU, between a layer's question
+/// and its answer; pages are ranked on the device for them, too. What a row attends depends on policy, sequence and its
+/// team alone, neither on what else is in the batch nor on what is near.
 ///
 /// Drafts are verified one by one or, in a bucket with drafts, together (Bucket::drafts): each query head of each of a
 /// team's rows chooses among the tokens before the team, and all rows of the team attend what any of them chose, and of

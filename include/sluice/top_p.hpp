@@ -8,9 +8,9 @@
 /// Top-p (Twilight, arXiv 2502.02770, sections 4.1 and 4.2) of one query head in one step, on the host and on devices.
 ///
 /// What is weighed: the head's candidates and what is attended anyway, which is the sinks, the recent window and, where
-/// scores are estimated, the candidates of the newest page, which has no 4-bit copy yet. Scores are estimates where
-/// there is a copy, exact elsewhere; weights are the softmax over all of them. As in the paper, the share is one of
-/// all that the head may attend, the newest token included.
+/// policies of the CPU estimate, the candidates of the newest page, of which they have no 4-bit copy. Scores are
+/// estimates where there is a copy, exact elsewhere; weights are the softmax over all of them. As in the paper, the
+/// share is one of all that the head may attend, the newest token included.
 ///
 /// What is attended anyway counts first. Of the other candidates the fewest are kept, heaviest first, with which the
 /// sum of weights is at least p of the whole; and all that equal the lightest of them. If what is attended anyway

@@ -33,7 +33,9 @@ std::shared_ptr<Device> device_or_host(std::shared_ptr<Device> device, std::shar
 
 ForwardVerbs& verbs_of(Device& device) {
   ForwardVerbs* const verbs = device.forward_verbs();
-  if (verbs == nullptr) throw Error(Errc::unsupported, "device '" + device.info().name + "' has no verbs of a forward");
+  if (verbs == nullptr)
+    throw Error(Errc::unsupported, "device '" + device.info().name +
+                                       "' has no verbs of a forward; build the engine on a CUDA or a host device");
   return *verbs;
 }
 
@@ -56,11 +58,15 @@ cpu::CoreShares::Lease share_of(const EngineOptions& options, const cpu::Topolog
       {.topology = topology, .numa_node = numa_node, .named = !options.cores.empty()});
 }
 
-/// Tokens up to which it pays to attend all of a sequence. On a GPU if all of its rows are near, and in batches of as
-/// many sequences as there may be, whatever a forward has, since what is attended must not depend on that.
+/// Tokens up to which it pays to attend all of a sequence, without a GPU.
+std::uint32_t dense_tokens(const EngineOptions& options) {
+  return scheduler::dense_tokens_of_cpu(parse_policy("sluice"), options.shape, options.kv_dtype);
+}
+
+/// On a GPU if all of its rows are near, and in batches of as many sequences as there may be, whatever a forward has,
+/// since what is attended must not depend on that.
 std::uint32_t dense_tokens(const EngineOptions& options, const Device& device) {
-  if (!device.info().own_processor)
-    return scheduler::dense_tokens_of_cpu(parse_policy("sluice"), options.shape, options.kv_dtype);
+  if (!device.info().own_processor) return dense_tokens(options);
   const PageLayout near = runtime::far_layout(options).near();
   const std::uint64_t planes = std::uint64_t{options.shape.layers} * options.shape.kv_heads;
   const std::uint64_t room = options.near_bytes / (near.page_bytes() * planes) * near.page_tokens;
@@ -87,12 +93,17 @@ const EngineOptions& settled(EngineOptions& options, const Device& on, const For
   return options;
 }
 
-void validated(const EngineOptions& options) { runtime::validate(options); }
+/// The same for the embedded host device, without building one: it can do all that options may ask for.
+const EngineOptions& settled_on_host(EngineOptions& options) {
+  if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options);
+  if (options.handover == Handover::automatic) options.handover = cpu::HostDeviceOptions{}.handover;
+  return options;
+}
 
 }  // namespace
 
 Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
-    : options((validated(chosen), chosen)),
+    : options((runtime::validate(chosen), chosen)),
       topology(cpu::chosen_cores({}, options.cores, given ? given->info() : DeviceInfo{})),
       workers(std::make_shared<cpu::Workers>(topology, cpu::WorkersOptions{.threads = 1, .pin = false})),
       embedded(given ? nullptr : embedded_workers(options, topology)),
@@ -161,8 +172,8 @@ Engine::~Engine() {
 EngineMemoryUse memory_needed(const EngineOptions& options, Device* device) {
   return translated([&] {
     runtime::validate(options);
-    if (device == nullptr) return runtime::EngineMemory::needed(options, nullptr);
     EngineOptions chosen = options;
+    if (device == nullptr) return runtime::EngineMemory::needed(settled_on_host(chosen), nullptr);
     const ForwardVerbs& verbs = verbs_of(*device);
     return runtime::EngineMemory::needed(settled(chosen, *device, verbs), &verbs);
   });

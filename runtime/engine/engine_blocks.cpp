@@ -6,11 +6,6 @@
 #include "runtime/engine/impl.hpp"
 
 namespace sluice {
-namespace {
-
-std::string text(std::uint64_t number) { return std::to_string(number); }
-
-}  // namespace
 
 std::uint32_t Engine::Impl::pages_of(std::uint32_t tokens) const noexcept {
   return static_cast<std::uint32_t>(div_up(tokens, memory.largest().layout.page_tokens));

@@ -9,8 +9,6 @@
 namespace sluice {
 namespace {
 
-std::string number(std::uint64_t value) { return std::to_string(value); }
-
 /// Why a forward that ended did not get to its end.
 std::string reason_of(ForwardStatus status) {
   switch (status) {
@@ -32,13 +30,13 @@ void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView&
                                  const TensorView& q) {
   const AttentionShape& shape = options.shape;
   if (k.tokens == 0 || k.tokens > options.import_rows)
-    throw Error(Errc::invalid_argument, "import_prefix: k has " + number(k.tokens) + " tokens; give it 1 to " +
-                                            number(options.import_rows) + ", or raise EngineOptions::import_rows");
+    throw Error(Errc::invalid_argument, "import_prefix: k has " + text(k.tokens) + " tokens; give it 1 to " +
+                                            text(options.import_rows) + ", or raise EngineOptions::import_rows");
   require_tensor(k, "k", k.tokens, shape.kv_heads, shape.head_dim);
   require_tensor(v, "v", k.tokens, shape.kv_heads, shape.head_dim);
   if (q.tokens > k.tokens)
-    throw Error(Errc::invalid_argument, "import_prefix: q has " + number(q.tokens) + " tokens, and k " +
-                                            number(k.tokens) + "; give it the newest tokens' queries");
+    throw Error(Errc::invalid_argument, "import_prefix: q has " + text(q.tokens) + " tokens, and k " + text(k.tokens) +
+                                            "; give it the newest tokens' queries");
   if (q.tokens != 0) require_tensor(q, "q", q.tokens, shape.q_heads, shape.head_dim);
   const Bucket bucket{
       .decode_rows = 0, .prefill_rows = options.import_rows, .max_tokens = memory.largest().largest.max_tokens};
@@ -50,7 +48,7 @@ void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView&
                   "import_prefix: another import is under way; give it its other layers, or end "
                   "its sequence");
     if (!programs.empty())
-      throw Error(Errc::invalid_argument, "import_prefix: forward " + number(programs.newest().forward) +
+      throw Error(Errc::invalid_argument, "import_prefix: forward " + text(programs.newest().forward) +
                                               " is under way; finish or cancel it first");
     std::vector<Wanted> wanted{{.sequence = &sequence, .item = {.sequence = id, .tokens = k.tokens, .prefill = true}}};
     require_room(wanted, bucket.max_tokens);
@@ -80,7 +78,7 @@ Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, v
   if (importing != 0)
     throw Error(Errc::invalid_argument, "plan: an import is under way; give it its other layers, or end its sequence");
   if (programs.full())
-    throw Error(Errc::invalid_argument, "plan: " + number(options.in_flight) +
+    throw Error(Errc::invalid_argument, "plan: " + text(options.in_flight) +
                                             " forwards are planned and not finished; finish or cancel one, or raise "
                                             "EngineOptions::in_flight");
   require_noted();
@@ -117,7 +115,7 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
     throw Error(Errc::invalid_argument, "attend: a layer of this forward could not be enqueued; cancel it");
   if (layer.value >= shape.layers || (layer.value != 0 && layer.value != next_layer))
     throw Error(Errc::invalid_argument,
-                "attend: layer " + number(layer.value) + " is not the next; layers come in order");
+                "attend: layer " + text(layer.value) + " is not the next; layers come in order");
   require_capturable(bucket, stream);
   const ForwardMemory m = memory.of(bucket).in(layer.value);
   const ForwardLayer call{.layer = layer.value,
@@ -186,7 +184,7 @@ void Engine::Impl::enqueue(Stage stage, const ForwardMemory& m, const ForwardLay
 
 void Engine::Impl::finish(const Batch& batch) {
   if (programs.find(batch.forward) == nullptr || batch.forward == importing)
-    throw Error(Errc::invalid_argument, "finish: forward " + number(batch.forward) + " is not under way");
+    throw Error(Errc::invalid_argument, "finish: forward " + text(batch.forward) + " is not under way");
   const ForwardStatus status = await_end(batch.forward);
   if (status == ForwardStatus::done) require_chosen(batch.forward);
   // While it can still be finished again, or cancelled.
@@ -196,18 +194,18 @@ void Engine::Impl::finish(const Batch& batch) {
   if (status != ForwardStatus::done) rest.emplace(await_idle());
   const runtime::Program program = retire(batch.forward, status == ForwardStatus::done);
   if (status == ForwardStatus::done) return look_ahead(program);
-  std::string text =
-      "forward " + number(batch.forward) + " did not get to its end: " + reason_of(status) + ". Without new tokens:";
-  for (const PlanItem& item : program.items) text += " sequence " + number(item.sequence.value);
-  throw Error(Errc::device, text + "; plan and run it again");
+  std::string message =
+      "forward " + text(batch.forward) + " did not get to its end: " + reason_of(status) + ". Without new tokens:";
+  for (const PlanItem& item : program.items) message += " sequence " + text(item.sequence.value);
+  throw Error(Errc::device, message + "; plan and run it again");
 }
 
 void Engine::Impl::cancel(const Batch& batch) {
   if (programs.find(batch.forward) == nullptr || batch.forward == importing)
-    throw Error(Errc::invalid_argument, "cancel: forward " + number(batch.forward) + " is not under way");
+    throw Error(Errc::invalid_argument, "cancel: forward " + text(batch.forward) + " is not under way");
   if (batch.forward < good)
-    throw Error(Errc::invalid_argument, "cancel: forward " + number(good) + " was finished, which continues forward " +
-                                            number(batch.forward) + "; finish this one, too");
+    throw Error(Errc::invalid_argument, "cancel: forward " + text(good) + " was finished, which continues forward " +
+                                            text(batch.forward) + "; finish this one, too");
   take_back(batch.forward);
 }
 

@@ -9,11 +9,6 @@
 #include "scheduler/plan/forward_rows.hpp"
 
 namespace sluice {
-namespace {
-
-std::string text(std::uint64_t number) { return std::to_string(number); }
-
-}  // namespace
 
 std::shared_ptr<runtime::Job> Engine::Impl::begin_job(std::uint32_t pieces, std::function<void(std::uint32_t)> piece) {
   if (options.before_answer) {

@@ -268,8 +268,8 @@ EngineMemoryUse EngineMemory::use() const noexcept {
 
 void EngineMemory::clear(const EngineOptions& options, Device& device) {
   constexpr std::uint64_t kPiece = 4 * MiB;
-  const auto stream = device.create_stream("clear");
   const auto source = device.allocate_pinned(kPiece);
+  const auto stream = device.create_stream("clear");  // Should it be late, it stops before what it reads goes.
   const auto fill = [&](std::byte* to, std::uint64_t bytes) {
     for (std::uint64_t at = 0; at < bytes; at += kPiece) {
       const Copy copy{.to = to + at, .from = source->data(), .bytes = std::min(kPiece, bytes - at)};

@@ -152,7 +152,7 @@ void require_served(const PolicySpec& policy, const EngineOptions& options) {
   if (scheduler::prompt_queries(policy) > options.prompt_queries)
     throw Error(Errc::unsupported, "the policy begins with " + std::to_string(scheduler::prompt_queries(policy)) +
                                        " queries of a prompt, and EngineOptions::prompt_queries is " +
-                                       std::to_string(options.prompt_queries));
+                                       std::to_string(options.prompt_queries) + "; raise it");
 }
 
 }  // namespace sluice::runtime

@@ -12,8 +12,6 @@
 namespace sluice {
 namespace {
 
-std::string text(std::uint64_t number) { return std::to_string(number); }
-
 std::uint64_t parked_bytes(const runtime::ParkHead& head) {
   return runtime::encode(head).size() + runtime::parked_body_bytes(head.body_bytes());
 }

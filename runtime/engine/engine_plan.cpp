@@ -9,8 +9,6 @@
 namespace sluice {
 namespace {
 
-std::string text(std::uint64_t number) { return std::to_string(number); }
-
 /// Rows of a kind, and how many items they are.
 struct Tally {
   std::uint64_t decode_rows = 0;  ///< or teams of drafts
@@ -40,12 +38,15 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   const Bucket& largest = memory.largest().largest;
   Bucket resolved = bucket;
   if (resolved.max_tokens == 0) resolved.max_tokens = largest.max_tokens;
-  if (resolved.decode_rows == 0)  // Nothing to choose.
-    resolved.top_k = resolved.unbounded = resolved.pages = resolved.audit = false, resolved.drafts = 1;
+  if (resolved.decode_rows == 0) {  // Nothing to choose.
+    resolved.top_k = resolved.unbounded = resolved.pages = resolved.audit = false;
+    resolved.drafts = 1;
+  }
   const auto in = [&](const char* field, std::uint32_t value, std::uint32_t most) {
     if (value <= most) return;
     throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's " + field + " is " + text(value) +
-                                            ", and EngineOptions::largest has " + text(most));
+                                            ", and EngineOptions::largest has " + text(most) +
+                                            "; ask for no more, or build the engine with a larger one");
   };
   in("decode_rows", resolved.decode_rows, largest.decode_rows);
   in("drafts", resolved.drafts, largest.drafts);
@@ -75,7 +76,9 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
     throw Error(Errc::invalid_argument, std::string(what) + ": the bucket's decode_rows, " +
                                             text(resolved.decode_rows) + ", must be a multiple of its drafts, " +
                                             text(resolved.drafts) + ", at least 1");
-  if (resolved.rows() == 0) throw Error(Errc::invalid_argument, std::string(what) + ": the bucket has no rows");
+  if (resolved.rows() == 0)
+    throw Error(Errc::invalid_argument,
+                std::string(what) + ": the bucket has no rows; give it decode_rows or prefill_rows");
   if ((resolved.prefills == 0) != (resolved.prefill_rows == 0))
     throw Error(Errc::invalid_argument,
                 std::string(what) + ": a bucket has both prefills and prefill_rows, or neither");
@@ -89,14 +92,16 @@ void Engine::Impl::require_choosable(const Sequence& sequence, const PlanItem& i
   const auto require = [&](const ForwardRow& row, std::uint32_t) {
     if (row.picks > most.max_picks)
       throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.picks) +
-                                             " tokens, and EngineOptions::max_picks is " + text(most.max_picks));
+                                             " tokens, and EngineOptions::max_picks is " + text(most.max_picks) +
+                                             "; raise it");
     if (row.whole() && row.tokens > list_room)
       throw Error(Errc::out_of_capacity, name + ": its policy attends all of " + text(row.tokens) +
                                              " tokens, and there is room for " + text(list_room) +
                                              "; raise EngineOptions::max_ranked, or set largest.unbounded");
     if (row.page_picks > most.max_ranked)
       throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.page_picks) +
-                                             " pages, and EngineOptions::max_ranked is " + text(most.max_ranked));
+                                             " pages, and EngineOptions::max_ranked is " + text(most.max_ranked) +
+                                             "; raise it");
   };
   scheduler::for_each_choice(sequence.spec, sequence.planned, item.tokens, bucket.drafts,
                              runtime::limits_of(options).shape, require);
@@ -114,7 +119,7 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
     Sequence& sequence = at(item.sequence);
     if (item.tokens == 0) throw Error(Errc::invalid_argument, name + " gets no tokens; leave it out");
     if (std::ranges::find(wanted, &sequence, &Wanted::sequence) != wanted.end())
-      throw Error(Errc::invalid_argument, name + " is there twice");
+      throw Error(Errc::invalid_argument, name + " is there twice; make one item of both");
     // Lengths first: a row's choice is not asked about where there is none.
     const std::uint64_t tokens = std::uint64_t{sequence.planned} + item.tokens;
     if (tokens > bucket.max_tokens)
@@ -125,7 +130,8 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
       throw Error(Errc::unsupported, name + " is to decode " + text(item.tokens) +
                                          " tokens at once; its policy chooses on the CPU, once in a forward, for at "
                                          "most as many as a team of the bucket has, " +
-                                         text(bucket.drafts));
+                                         text(bucket.drafts) +
+                                         "; plan fewer at a time, or use a bucket with more drafts");
     if (scheduler::corrects_scores(sequence.spec) && !item.prefill && bucket.drafts > 1)
       throw Error(Errc::unsupported, name +
                                          "'s policy attends a sample that stands for what one query would attend, "

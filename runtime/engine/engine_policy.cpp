@@ -6,11 +6,6 @@
 #include "scheduler/plan/forward_rows.hpp"
 
 namespace sluice {
-namespace {
-
-std::string text(std::uint64_t number) { return std::to_string(number); }
-
-}  // namespace
 
 void Engine::Impl::drop_policy(Sequence& sequence) noexcept {
   if (sequence.policy) sequence.policy->close();

@@ -8,11 +8,6 @@
 #include "scheduler/plan/forward_rows.hpp"
 
 namespace sluice {
-namespace {
-
-std::string text(std::uint64_t number) { return std::to_string(number); }
-
-}  // namespace
 
 runtime::PrefixCache& Engine::Impl::prefix_cache() {
   if (prefixes) return *prefixes;

@@ -11,9 +11,7 @@
 namespace sluice {
 namespace {
 
-std::string text(std::uint64_t number) { return std::to_string(number); }
-
-std::string text(const AttentionShape& shape) {
+std::string described(const AttentionShape& shape) {
   return text(shape.layers) + " layers of " + text(shape.q_heads) + " query heads, " + text(shape.kv_heads) +
          " KV heads and head_dim " + text(shape.head_dim);
 }
@@ -21,8 +19,8 @@ std::string text(const AttentionShape& shape) {
 /// Whether keys and values are what the engine's would be.
 void require_alike(const runtime::ParkHead& head, const EngineOptions& options, std::string_view model) {
   if (head.shape != options.shape)
-    throw Error(Errc::invalid_argument, "resume: the sequence was parked with " + text(head.shape) +
-                                            ", and this engine has " + text(options.shape) +
+    throw Error(Errc::invalid_argument, "resume: the sequence was parked with " + described(head.shape) +
+                                            ", and this engine has " + described(options.shape) +
                                             "; it is of another model");
   if (head.dtype != options.kv_dtype)
     throw Error(Errc::invalid_argument, std::string("resume: the sequence was parked with keys and values of ") +
@@ -191,6 +189,7 @@ void Engine::Impl::finish_copies() {
   if (copies.empty()) return;
   side_copies.reserve(copies.size());
   for (const ForwardBlockCopy& copy : copies) {
+    if (!table.in_use(copy.to)) continue;  // The sequence that it was for has ended, and nobody reads it.
     side_copies.push_back(copy.to);
     table.hold(copy.to);
   }

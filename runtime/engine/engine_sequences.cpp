@@ -8,15 +8,12 @@
 #include "scheduler/plan/forward_rows.hpp"
 
 namespace sluice {
-namespace {
-
-std::string number(std::uint64_t value) { return std::to_string(value); }
-
-}  // namespace
 
 Engine::Impl::Sequence& Engine::Impl::at(SequenceId id) {
   const auto found = sequences.find(id.value);
-  if (found == sequences.end()) throw Error(Errc::not_found, "there is no sequence " + number(id.value));
+  if (found == sequences.end())
+    throw Error(Errc::not_found,
+                "there is no sequence " + text(id.value) + "; it has ended, or this engine never had it");
   return found->second;
 }
 
@@ -27,10 +24,10 @@ bool Engine::Impl::imports(SequenceId id) const noexcept {
 Engine::Impl::Sequence& Engine::Impl::resting(SequenceId id, const char* what) {
   Sequence& sequence = at(id);
   if (imports(id))
-    throw Error(Errc::invalid_argument, std::string(what) + ": sequence " + number(id.value) +
+    throw Error(Errc::invalid_argument, std::string(what) + ": sequence " + text(id.value) +
                                             " is being imported; give it its other layers first");
   if (programs.has(id))
-    throw Error(Errc::invalid_argument, std::string(what) + ": sequence " + number(id.value) +
+    throw Error(Errc::invalid_argument, std::string(what) + ": sequence " + text(id.value) +
                                             " is part of a forward under way; finish or cancel it first");
   return sequence;
 }
@@ -41,12 +38,12 @@ void Engine::Impl::require_place(const PolicySpec& spec, std::uint32_t tokens) c
   if (scheduler::chooser(spec) == scheduler::Chooser::cpu && free_tails.empty())
     throw Error(Errc::out_of_capacity,
                 "as many sequences live as EngineOptions::cpu_sequences says whose policies choose on the CPU, " +
-                    number(options.cpu_sequences) + "; raise it, or end one first");
+                    text(options.cpu_sequences) + "; raise it, or end one first");
   if (scheduler::clusters_on_device(spec) && free_clusters.empty())
     throw Error(Errc::out_of_capacity,
                 "as many sequences live as EngineOptions::cluster_sequences says whose policies choose among clusters "
                 "on the device, " +
-                    number(options.cluster_sequences) + "; raise it, or end one first");
+                    text(options.cluster_sequences) + "; raise it, or end one first");
   require_policy_room(policy_share(spec, tokens));
 }
 
@@ -86,8 +83,9 @@ SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens, const PolicyS
   }
   const Sequence& parent = resting(id, "fork");
   if (tokens > parent.tokens)
-    throw Error(Errc::invalid_argument, "fork: sequence " + number(id.value) + " has " + number(parent.tokens) +
-                                            " tokens, and " + number(tokens) + " are asked for");
+    throw Error(Errc::invalid_argument, "fork: sequence " + text(id.value) + " has " + text(parent.tokens) +
+                                            " tokens, and " + text(tokens) +
+                                            " are asked for; fork it with no more than it has");
   require_windows(id, parent, tokens, "fork");
   const PolicySpec& spec = policy != nullptr ? *policy : parent.spec;
   require_place(spec, tokens);  // Before anything is copied.
@@ -119,8 +117,8 @@ SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens, const PolicyS
 void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
   Sequence& sequence = resting(id, "truncate");
   if (tokens > sequence.tokens)
-    throw Error(Errc::invalid_argument, "truncate: sequence " + number(id.value) + " has " + number(sequence.tokens) +
-                                            " tokens, and is to keep " + number(tokens));
+    throw Error(Errc::invalid_argument, "truncate: sequence " + text(id.value) + " has " + text(sequence.tokens) +
+                                            " tokens, and is to keep " + text(tokens) + "; keep no more than it has");
   require_windows(id, sequence, tokens, "truncate");
   if (tokens != sequence.tokens) drop_look(sequence);
   take_back_choices(sequence, tokens);

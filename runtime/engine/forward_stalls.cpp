@@ -9,16 +9,15 @@
 namespace sluice::runtime {
 namespace {
 
-std::int64_t ns_of(Clock::time_point time) noexcept {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
-}
-
 class StallList {
  public:
-  explicit StallList(const TraceNotes& notes) : notes_(notes), planned_ns_(ns_of(notes.planned)) {}
+  explicit StallList(const TraceNotes& notes)
+      : notes_(notes),
+        planned_ns_(ns_of(notes.planned)),
+        idle_ns_(notes.idle ? std::max(planned_ns_, ns_of(*notes.idle)) : INT64_MAX) {}
 
   [[nodiscard]] std::vector<TraceStall> take(std::span<const std::vector<StageRun>> layers) {
-    std::int64_t before = notes_.idle ? std::max(planned_ns_, ns_of(*notes_.idle)) : INT64_MAX;
+    std::int64_t before = idle_ns_;
     for (std::uint32_t layer = 0; layer < layers.size(); ++layer) {
       if (layers[layer].empty()) continue;
       add(Actor::device, StallCause::enqueuing, layer, before, layers[layer].front().begin_ns);
@@ -81,7 +80,7 @@ class StallList {
 
   /// Of a forward that asks at all.
   void add_workers(std::span<const std::vector<StageRun>> layers, std::int64_t end_ns) {
-    std::int64_t at = notes_.idle ? std::max(planned_ns_, ns_of(*notes_.idle)) : INT64_MAX;
+    std::int64_t at = idle_ns_;
     bool asked = false;
     for (std::uint32_t layer = 0; layer < layers.size(); ++layer) {
       const FarAnswer* const answer = answer_of(layer);
@@ -95,6 +94,7 @@ class StallList {
 
   const TraceNotes& notes_;
   const std::int64_t planned_ns_;
+  const std::int64_t idle_ns_;  ///< from when the device waited for this forward; never, if that is not known
   std::vector<TraceStall> stalls_;
 };
 

@@ -9,10 +9,6 @@
 namespace sluice::runtime {
 namespace {
 
-std::int64_t ns_of(Clock::time_point time) noexcept {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
-}
-
 std::uint32_t layers_of(const TraceNotes& notes) noexcept {
   return static_cast<std::uint32_t>(notes.stamps.size() / kStampedStages);
 }

@@ -13,6 +13,10 @@
 
 namespace sluice::runtime {
 
+[[nodiscard]] inline std::int64_t ns_of(Clock::time_point time) noexcept {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
+
 /// A look at a prompt that a plan has waited for, or found done.
 struct LookNote {
   std::uint64_t sequence = 0;

@@ -90,7 +90,7 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] bool imports(SequenceId id) const noexcept;
   /// @throws Error{Errc::out_of_capacity} if there is no room for a sequence that begins with `tokens` tokens of others
   void require_place(const PolicySpec& spec, std::uint32_t tokens) const;
-  /// One that does.
+  /// A sequence that begins so.
   [[nodiscard]] SequenceId add(const PolicySpec& spec, std::uint32_t tokens = 0);
   /// One without a policy that threads may learn for; what it has is free, or idle.
   void remove(SequenceId id) noexcept;
@@ -155,8 +155,8 @@ struct Engine::Impl : cpu::Kept {
                                                                     BlockWork work);
   /// @throws Error{Errc::timeout}, or what a block has thrown
   void await_blocks(runtime::BorrowingJob& job, const char* call);
-  /// What `copies` lists is done without a plan: one that could not be enqueued has left it, and its blocks may
-  /// belong to other sequences meanwhile.
+  /// What `copies` lists is done without a plan: one that could not be enqueued has left it, and its blocks may be
+  /// free or belong to other sequences meanwhile.
   void finish_copies();
   /// Lets go of blocks that a device was late with, once it is through with them.
   void release_late() noexcept;
@@ -220,8 +220,9 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] std::uint64_t policy_share(const PolicySpec& spec, std::uint32_t tokens) const noexcept;
   /// What all that live count for.
   [[nodiscard]] std::uint64_t policy_shares() const noexcept;
-  /// @throws Error{Errc::out_of_capacity} if `more` beside that exceeds the bound
+  /// Whether `more` beside that keeps to the bound.
   [[nodiscard]] bool has_policy_room(std::uint64_t more) const noexcept;
+  /// @throws Error{Errc::out_of_capacity} if it does not
   void require_policy_room(std::uint64_t more) const;
   [[nodiscard]] bool admits(std::uint32_t tokens, const PolicySpec& policy) const noexcept;
   /// What lies near is as the device has it.  @throws Error{Errc::timeout}, Error{Errc::device}
@@ -291,8 +292,8 @@ struct Engine::Impl : cpu::Kept {
   void note_ended() noexcept;
   /// The mailbox has a place for the next forward.
   void require_noted();
-  /// Until the device has passed where it was to signal `ticket`, and what it has asked by then is answered; or until
-  /// that is late, which the layer then finds out. For the calling thread.
+  /// Until the device has passed where it was to signal ticket `signalled`, and what it has asked by then is answered;
+  /// or until that is late, which the layer then finds out. For the calling thread.
   void await_answer(std::uint64_t signalled, void* stream);
   /// No thread works for a forward that failed, and none does as long as the result lives.
   [[nodiscard]] runtime::FarChoice::Rest await_idle();

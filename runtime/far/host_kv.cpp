@@ -74,11 +74,6 @@ void HostKv::keys(std::uint32_t first, std::uint32_t count, float* out) {
                 [this](std::uint32_t token, std::uint32_t here, float* to) { rows(Half::keys, token, here, to); });
 }
 
-void HostKv::values(std::uint32_t first, std::uint32_t count, float* out) {
-  for_each_page(view_.layout, first, count, out,
-                [this](std::uint32_t token, std::uint32_t here, float* to) { rows(Half::values, token, here, to); });
-}
-
 void HostKv::cluster(const scheduler::ClusterRequest& request, float* centroids, std::uint32_t* assignment) {
   const ClusterTask task{.kv = view_,
                          .first = request.first,

@@ -23,8 +23,6 @@ class HostKv : public scheduler::KvReader {
   void key(std::uint32_t token, float* out) override { rows(Half::keys, token, 1, out); }
   void value(std::uint32_t token, float* out) override { rows(Half::values, token, 1, out); }
   void keys(std::uint32_t first, std::uint32_t count, float* out) override;
-  /// Rows of V of consecutive tokens: [count, head_dim].
-  void values(std::uint32_t first, std::uint32_t count, float* out);
   void cluster(const scheduler::ClusterRequest& request, float* centroids, std::uint32_t* assignment) override;
   void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) override;
 

@@ -19,7 +19,7 @@ namespace sluice::runtime {
 /// chooses in a forward, and learns from that once the forward is known to have got to its end, before it chooses
 /// again: in between if a thread has time, else then.
 /// Thread safety: any for different heads; `choose` of one head by one thread at a time.
-class SequencePolicy : public std::enable_shared_from_this<SequencePolicy> {
+class SequencePolicy {
  public:
   /// `blocks`: of the sequence, in order. Those behind the prompt are read where they are: they do not move, and do not
   /// change while there is something to choose or to learn.

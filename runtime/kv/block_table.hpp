@@ -27,6 +27,8 @@ class BlockTable {
   /// Sequences that hold it.
   [[nodiscard]] std::uint32_t holders(std::uint32_t block) const noexcept { return holders_[block]; }
   [[nodiscard]] bool kept(std::uint32_t block) const noexcept { return kept_[block]; }
+  /// Whether it is held or idle, not free.
+  [[nodiscard]] bool in_use(std::uint32_t block) const noexcept { return holders_[block] != 0 || kept_[block]; }
   /// Whether a sequence that holds it must not write into it.
   [[nodiscard]] bool shared(std::uint32_t block) const noexcept { return holders_[block] > 1 || kept_[block]; }
   /// The block that has been idle for the longest time; there must be one.

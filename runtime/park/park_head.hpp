@@ -18,7 +18,7 @@ namespace sluice::runtime {
 ///
 ///   preamble  the same in all versions: 8 bytes 0x89 "SLUICE" 0x0a; u32 version; u32 bytes of the head; u64 bytes of
 ///             the body, checksums apart; u32 0; u32 CRC-32C of the 28 bytes before it
-///   head      the fields of ParkHead, in their order: texts as u32 bytes and the bytes, `rests` as u32 count and u32
+///   head      the fields of ParkHead, in their order: texts as u32 bytes and the bytes, lists as u32 count and u32
 ///             each; u32 CRC-32C of it
 ///   body      in blocks of kParkBlock bytes, the last of which has what is left, each followed by the four CRC-32C of
 ///             its quarters, see cpu::quarter_begin, the first of them xor the number of the block, so that none is
@@ -50,7 +50,8 @@ struct ParkHead {
   std::uint64_t salt = 0;       ///< of the names
   double balance = 0.0;         ///< of PrefillBets
   std::uint32_t chunk_end = 0;  ///< PrefillBook::end
-  /// How its prompts attended: u32 mode, f32 gamma, f32 tau, u32 min_budget, u32 max_budget, u32 lines.
+  /// How its prompts attended: u32 mode, f32 gamma, f32 tau, u32 min_budget, u32 max_budget, u32 with bit 0 for lines
+  /// and bit 1 for flattened.
   PrefillSpec prefill{};
   std::string model{};          ///< what the caller said that keys and values are of
   std::string policy{};         ///< as sluice::to_string has it

@@ -14,7 +14,8 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& path, int error) {
   throw Error(error == ENOENT ? Errc::not_found : Errc::io,
-              "cannot read " + path + ": " + std::generic_category().message(error));
+              "cannot read " + path + ": " + std::generic_category().message(error) +
+                  "; give it a file that a sequence was parked in and that this process may read");
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 
 namespace sluice::scheduler {
 
-/// What the time of a forward goes by: one of its rows that decode and its chunks of prompts.
+/// What the time of a forward goes by: its rows that decode and its chunks of prompts.
 struct PacedForward {
   std::uint32_t decode_rows = 0;
   std::uint32_t chunk_tokens = 0;

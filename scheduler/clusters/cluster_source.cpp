@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "scheduler/clusters/cluster_schedule.hpp"
+
 namespace sluice::scheduler {
 namespace {
 
@@ -61,8 +63,7 @@ void ClusterSource::rank(const float* q, KvReader& kv) {
 
 std::uint64_t ClusterSource::most_heap_bytes(const ClusterOptions& options, const AttentionShape& shape,
                                              std::uint32_t tokens) noexcept {
-  // Each clustering has one cluster at least.
-  const std::uint64_t clusters = tokens / options.tokens_per_cluster + tokens / options.recluster_every + 1;
+  const std::uint64_t clusters = ClusterSchedule::most_clusters(options, tokens);
   const std::uint64_t index =
       (clusters + 2 + tokens) * sizeof(std::uint32_t) + clusters * shape.head_dim * sizeof(float);
   // The rankings' vectors grow as vectors do, to twice of what they need.

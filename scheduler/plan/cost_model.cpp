@@ -6,8 +6,6 @@
 namespace sluice::scheduler {
 namespace {
 
-constexpr double kBytesPerUs = 1e3;  // Of 1 GB/s.
-
 double rate_of(Lane lane, const LaneRates& rates) noexcept {
   return lane == Lane::device ? rates.device_gbps : lane == Lane::link ? rates.link_gbps : rates.cpu_gbps;
 }

@@ -10,6 +10,8 @@
 
 namespace sluice::scheduler {
 
+inline constexpr double kBytesPerUs = 1e3;  ///< of 1 GB/s
+
 /// What the kernel of a stage takes beyond its bytes, and the share of its lane's rate with which it moves these.
 struct StageCost {
   double fixed_us = 0.0;

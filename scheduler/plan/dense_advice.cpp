@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "scheduler/layer_policy.hpp"
+#include "scheduler/plan/cost_model.hpp"
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/page.hpp"
 
@@ -11,8 +12,8 @@ namespace {
 
 /// Nanoseconds for a token and KV head, of one core of an AMD EPYC with AVX-512 that did other work beside; by eye to
 /// the stages of one run of `taskset -c 1 sluice bench gpu --device host --sections attention --policies "sluice;full"
-/// --near 0 --layers 4 --trace FILE` at 2K, 8K and 32K tokens of four shapes. per_choice is a guess: these runs
-/// had 2.6, before the largest were found in one pass.
+/// --near 0 --layers 4 --trace FILE` at 2K, 8K and 32K tokens of four shapes. per_choice is a guess:
+/// these runs had 2.6, of a choice in several passes over the scores.
 struct CoreCosts {
   double per_kv_byte = 0.055;  ///< attended: its key and value are read
   double per_product = 0.023;  ///< and multiplied, by each channel and query head
@@ -52,7 +53,6 @@ class Costs {
 std::uint32_t dense_tokens_of_device(const AttentionShape& shape, const PageLayout& near, double near_gbps) noexcept {
   // Scores, lists and an answer of the CPU on an H200, beyond what reading takes.
   constexpr double kChoosingUs = 40.0;
-  constexpr double kBytesPerUs = 1e3;  // Of 1 GB/s.
   const double bytes = 2.0 * static_cast<double>(near.row_bytes()) * shape.kv_heads;
   return static_cast<std::uint32_t>(
       std::clamp(kChoosingUs * near_gbps * kBytesPerUs / bytes, 0.0, 1.0 * kMostDenseTokens));

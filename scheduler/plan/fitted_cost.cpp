@@ -6,8 +6,6 @@
 namespace sluice::scheduler {
 namespace {
 
-constexpr double kBytesPerUs = 1e3;  // Of 1 GB/s.
-
 /// Sums over samples, each weighted by the inverse square of its time.
 struct Sums {
   double weight = 0.0, x = 0.0, y = 0.0, xx = 0.0, xy = 0.0;

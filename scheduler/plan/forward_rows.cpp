@@ -109,7 +109,7 @@ bool bounds_window(const PolicySpec& spec, const Bucket& bucket) noexcept {
   return !bucket.unbounded || spec.uses(Source::pages);
 }
 
-/// Whether pages are attended as they are, by whom ever they are chosen. Of a progressive budget the open one is far,
+/// Whether pages are attended as they are, whoever chooses them. Of a progressive budget the open one is far,
 /// too, and counts first.
 bool attends_pages(const PolicySpec& spec) noexcept {
   return (whole_pages(spec) && chooser(spec) == Chooser::device) || spec.budget.kind == BudgetKind::progressive;
@@ -191,8 +191,8 @@ std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const
     return too_few_far_tokens(spec, least);
   const std::uint64_t window = window_of(spec, limits.shape.page_tokens);
   if (window > limits.max_window && bounds_window(spec, bucket) && !dense)
-    return "sinks and recent tokens are " + std::to_string(window) + ", and EngineOptions::max_window " +
-           std::to_string(limits.max_window);
+    return "sinks and recent tokens are " + std::to_string(window) + ", and EngineOptions::max_window is " +
+           std::to_string(limits.max_window) + "; raise it";
   return {};
 }
 

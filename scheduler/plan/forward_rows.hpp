@@ -13,7 +13,7 @@ namespace sluice::scheduler {
 
 /// Who finds what the rows of a sequence attend beyond sinks and recent tokens.
 enum class Chooser : std::uint8_t {
-  device,   ///< by digests of pages, 4-bit copies or both; or there is nothing to choose
+  device,   ///< by digests of pages, clusters of keys or 4-bit copies; or there is nothing to choose
   cpu,      ///< its LayerPolicy, between a layer's question and its answer
   neither,  ///< such policies are not served
 };

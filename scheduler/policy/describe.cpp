@@ -201,7 +201,7 @@ std::string to_string(const PolicySpec& spec) {
   if (spec.estimate == Estimate::int4) text += " | int4";
   if (spec.estimate == Estimate::hadamard) text += " | hadamard";
   if (spec.estimate == Estimate::channels) text += " | channels=" + std::to_string(spec.label_channels);
-  if (spec.sources != 0 && !spec.uses(Source::all)) text += " | " + budget_words(spec.budget);
+  if (chooses(spec)) text += " | " + budget_words(spec.budget);
   if (!spec.far.all()) text += " | far=" + far_words(spec.far);
   text += " | " + near_words(spec.near);
   if (spec.bypass_threshold > 0.f) text += " | " + bypass_words(spec);

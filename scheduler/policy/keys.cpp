@@ -159,7 +159,7 @@ const char* to_words(Room room) noexcept {
 
 /// Whether the policy reads options of this room.
 bool reads(const PolicySpec& spec, const Key& key) noexcept {
-  const bool scored = spec.sources != 0 && !spec.uses(Source::all);
+  const bool scored = chooses(spec);
   switch (key.room) {
     case Room::history: return spec.uses(Source::history);
     case Room::pages: return spec.uses(Source::pages);

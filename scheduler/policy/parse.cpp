@@ -96,8 +96,10 @@ PolicySpec read_head(const Word& head) {
   return spec;
 }
 
-/// Whether tokens are scored and cut to a budget.
-bool chooses(const PolicySpec& spec) noexcept { return spec.sources != 0 && !spec.uses(Source::all); }
+void require_choosing(const Word& word, const PolicySpec& spec) {
+  if (!chooses(spec))
+    word.fail("means nothing here: this policy does not choose among tokens; name a source, such as pages");
+}
 
 void set_mass(const Word& value, BudgetKind kind, PolicySpec& spec) {
   spec.budget.kind = kind;
@@ -134,8 +136,7 @@ constexpr Stage kStages[] = {
      }},
     {"top_k", true, Room::flat,
      [](const Word& w, PolicySpec& s) {
-       if (!chooses(s))
-         w.fail("means nothing here: this policy does not choose among tokens; name a source, such as pages");
+       require_choosing(w, s);
        s.budget.kind = BudgetKind::top_k;
        read_larger_of(w, s.budget.min_tokens, s.budget.share);
      }},
@@ -151,8 +152,7 @@ constexpr Stage kStages[] = {
      }},
     {"far", true, Room::flat,
      [](const Word& w, PolicySpec& s) {
-       if (!chooses(s))
-         w.fail("means nothing here: this policy does not choose among tokens; name a source, such as pages");
+       require_choosing(w, s);
        read_larger_of(w, s.far.min_tokens, s.far.share);
      }},
     {"bypass", true, Room::bypass, read_bypass},

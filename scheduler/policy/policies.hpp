@@ -31,8 +31,8 @@ namespace sluice::scheduler {
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_full_policy();
 /// Attends the near set only: no sources.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_streaming_policy();
-/// Candidates of any union of `exact`, `history` and `pages`, scored exactly, cut to the budget. `layer` only decides
-/// whose turn it is to observe.
+/// Candidates of any union of sources but `all`, scored or estimated, and cut by top_k or top_p. `layer` decides whose
+/// turn it is to observe, and what of a budget that falls from layer to layer is its own.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_sparse_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                               std::uint32_t page_tokens, LayerId layer);
 

@@ -91,9 +91,9 @@ std::uint64_t policy_state_bytes(const PolicySpec& spec, const AttentionShape& s
   std::uint64_t sparse_layers = 0;
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
     sparse_layers += spec.dense(layer) || (!windows.empty() && windows[layer] != 0) ? 0 : 1;
-  const std::uint64_t head = spec.budget.kind == BudgetKind::fitted    ? fitted_state_bytes(spec, shape, tokens)
-                             : spec.budget.kind == BudgetKind::sampled ? sampled_state_bytes(spec, shape, tokens)
-                                                                       : sparse_state_bytes(spec, shape, tokens);
+  const std::uint64_t head = kind == BudgetKind::fitted    ? fitted_state_bytes(spec, shape, tokens)
+                             : kind == BudgetKind::sampled ? sampled_state_bytes(spec, shape, tokens)
+                                                           : sparse_state_bytes(spec, shape, tokens);
   return sparse_layers * shape.kv_heads * head;
 }
 

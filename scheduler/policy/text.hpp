@@ -9,6 +9,11 @@
 
 namespace sluice::scheduler {
 
+/// Whether tokens are scored and cut to a budget.
+[[nodiscard]] inline bool chooses(const PolicySpec& spec) noexcept {
+  return spec.sources != 0 && !spec.uses(Source::all);
+}
+
 /// One word of a policy and where it came from, so that every complaint can point at it.
 struct Word {
   std::string_view text;   ///< the whole policy

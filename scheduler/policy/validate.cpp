@@ -124,6 +124,7 @@ void check_enum(const char* field, Enum value, Enum last) {
 }
 
 void check_enums(const PolicySpec& spec) {
+  check_enum("history.tables", spec.history.tables, HistoryTables::slash);
   check_enum("estimate", spec.estimate, Estimate::hadamard);
   check_enum("budget.kind", spec.budget.kind, BudgetKind::verified);
   check_enum("snapshot.pooling", spec.snapshot.pooling, Pooling::mean);
@@ -142,7 +143,7 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
   };
   const auto only = [&spec](Source source) { return spec.sources == static_cast<std::uint8_t>(source); };
   const bool all = spec.uses(Source::all);
-  const bool scored = spec.sources != 0 && !all;
+  const bool scored = chooses(spec);
   const bool exact = spec.estimate == Estimate::exact;
   const BudgetKind kind = spec.budget.kind;
 

@@ -1,4 +1,6 @@
 // What the C interface refuses, and what it says.
+#include <sched.h>
+
 #include <thread>
 
 #include "tests/capi/small_engine.hpp"
@@ -24,6 +26,10 @@ TEST_CASE("no call needs an engine to refuse", "[capi][errors]") {
   (void)sluice_engine_tokens(small.engine, 99, &tokens);  // Another text than theirs.
   REQUIRE(std::string(sluice_last_error()).find("engine is null") == std::string::npos);
   refused([&] { return sluice_engine_begin(none, kPolicy, &number); });
+  refused([&] { return sluice_engine_begin_prompt(none, kPolicy, nullptr, 0, 0, &number); });
+  refused([&] { return sluice_engine_match_prefix(none, kPolicy, nullptr, 0, 0, &tokens); });
+  refused([&] { return sluice_engine_name_tokens(none, 1, 0, nullptr, 0); });
+  refused([&] { return sluice_engine_preempt(none, 1); });
   refused([&] { return sluice_engine_fork(none, 1, 0, nullptr, &number); });
   refused([&] { return sluice_engine_truncate(none, 1, 0); });
   refused([&] { return sluice_engine_import_prefix(none, 1, 0, t.k.get(), t.v.get(), nullptr, nullptr); });
@@ -45,6 +51,8 @@ TEST_CASE("no call needs an engine to refuse", "[capi][errors]") {
   refused([&] { return sluice_engine_watch(none, 1, nullptr, 0); });
   refused([&] { return sluice_engine_audit(none, 1, &audit); });
   refused([&] { return sluice_engine_audit_heads(none, 1, &head, 1); });
+  refused([&] { return sluice_engine_pin_caller(none); });
+  refused([&] { return sluice_engine_unpin_caller(none); });
   CHECK(number == 7);
   CHECK(tokens == 7);
   CHECK(admitted == 7);
@@ -270,6 +278,37 @@ TEST_CASE("each thread has its own last error", "[capi][errors]") {
   CHECK(std::string(sluice_last_error()).find("111") != std::string::npos);
   require_ok(sluice_engine_tokens(small.engine, small.sequence, &tokens));
   CHECK(std::string(sluice_last_error()).find("111") != std::string::npos);  // Calls that succeed leave it alone.
+}
+
+TEST_CASE("a thread of C is bound to the core that is left to it, or told why not", "[capi][core_shares]") {
+  auto options = small_options();
+  options.threads = 0;
+  const EnginePointer owner = create(options);
+  const auto cores = [] {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : -1;
+  };
+  sluice_status pinned = SLUICE_INTERNAL, unpinned = SLUICE_INTERNAL;
+  std::string why;
+  int before = 0, bound = 0, after = 0;
+  std::thread([&] {  // What this test's own thread may use stays.
+    before = cores();
+    pinned = sluice_engine_pin_caller(owner.get());
+    why = sluice_last_error();
+    bound = cores();
+    unpinned = sluice_engine_unpin_caller(owner.get());
+    after = cores();
+  }).join();
+  CHECK(unpinned == SLUICE_OK);
+  CHECK(after == before);
+  if (pinned == SLUICE_UNSUPPORTED) {
+    CHECK(why.find("pin_caller: ") == 0);
+    CHECK(bound == before);
+    return;
+  }
+  CHECK(pinned == SLUICE_OK);
+  CHECK(bound < before);
 }
 
 TEST_CASE("every status has a name, and the library its version", "[capi]") {

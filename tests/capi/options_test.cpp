@@ -225,15 +225,26 @@ TEST_CASE("what an engine would take is what it takes", "[capi][options]") {
   options.near_bytes = 1u << 18;
   options.digests = SLUICE_DIGESTS_BOX;
   auto needed = sized<sluice_memory>(), made = sized<sluice_memory>();
-  require_ok(sluice_engine_options_memory_needed(&options, &needed));
-  const EnginePointer engine = create(options);
-  require_ok(sluice_engine_memory(engine.get(), &made));
-  CHECK(needed.near_pages != 0);
-  CHECK(needed.digests != 0);
-  for (const auto field : {&sluice_memory::far_pages, &sluice_memory::pinned, &sluice_memory::near_pages,
-                           &sluice_memory::codes, &sluice_memory::digests, &sluice_memory::buffers})
-    CHECK(needed.*field == made.*field);
-  CHECK(needed.partials == 0);
+  const auto compare = [&] {
+    require_ok(sluice_engine_options_memory_needed(&options, &needed));
+    const EnginePointer engine = create(options);
+    require_ok(sluice_engine_memory(engine.get(), &made));
+    CHECK(needed.near_pages != 0);
+    CHECK(needed.digests != 0);
+    for (const auto field : {&sluice_memory::far_pages, &sluice_memory::pinned, &sluice_memory::near_pages,
+                             &sluice_memory::codes, &sluice_memory::digests, &sluice_memory::buffers})
+      CHECK(needed.*field == made.*field);
+    CHECK(needed.partials == 0);
+  };
+  compare();
+  // Lists have room for what the engine finds best to attend densely, where that is more than rows choose.
+  options.largest_features = SLUICE_BUCKET_TOP_K;
+  options.max_picks = options.max_window = 64;
+  compare();
+  const std::uint64_t few = made.buffers;
+  options.dense_tokens = SLUICE_DENSE_AUTO;
+  compare();
+  CHECK(made.buffers > few);
 
   const auto ask = [&] { return sluice_engine_options_memory_needed(&options, &needed); };
   options.host_bytes = 0;

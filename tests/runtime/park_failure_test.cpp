@@ -5,11 +5,14 @@
 
 #include <chrono>
 #include <csignal>
+#include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "cpu/device/host_device.hpp"
 #include "tests/runtime/parked.hpp"
+#include "tests/support/forwarding.hpp"
 #include "tests/support/temporary_directory.hpp"
 
 using namespace sluice;
@@ -34,6 +37,25 @@ class FileLimit {
  private:
   rlimit old_{};
   void (*old_handler_)(int);
+};
+
+/// Verbs that refuse the next plan if they are told to.
+class RefusingVerbs final : public ForwardingVerbs {
+ public:
+  using ForwardingVerbs::ForwardingVerbs;
+  void apply(const ForwardMemory& memory, void* stream) override {
+    if (std::exchange(refuses, false)) throw Error(Errc::device, "the test refuses this plan; repeat it");
+    inner_.apply(memory, stream);
+  }
+  bool refuses = false;
+};
+
+class RefusingDevice final : public ForwardingDevice {
+ public:
+  explicit RefusingDevice(std::shared_ptr<Device> inner)
+      : ForwardingDevice(std::move(inner)), verbs(*inner_->forward_verbs()) {}
+  [[nodiscard]] ForwardVerbs* forward_verbs() noexcept override { return &verbs; }
+  RefusingVerbs verbs;
 };
 
 }  // namespace
@@ -132,4 +154,31 @@ TEST_CASE("a device that is late while a sequence is resumed keeps its blocks un
     REQUIRE(engine.memory().far_pages_used == before.far_pages_used);
   }
   REQUIRE(late > 0);
+}
+
+TEST_CASE("a sequence is resumed after a plan was refused, whether the block that it copied is held or free",
+          "[park]") {
+  Parked parked(12);  // Of its second page 4 tokens of 8: who shares that and goes on gets a block of its own.
+  const auto device = std::make_shared<RefusingDevice>(parked.rig.device);
+  EngineOptions three = options();
+  three.sequences = 3;
+  for (const bool held : {true, false}) {
+    CAPTURE(held);
+    Engine engine(three, device);
+    const SequenceId parent = engine.resume(parked.area, "model");
+    const std::uint64_t alone = engine.memory().far_pages_used;
+    const SequenceId child = engine.fork(parent, 12, parse_policy("full:near=0"));
+    const PlanItem item{.sequence = child};
+    device->verbs.refuses = true;
+    REQUIRE(code_of([&] {
+              (void)engine.plan({&item, 1}, engine.options().largest, parked.rig.stream);
+            }) == Errc::device);
+    REQUIRE(engine.memory().far_pages_used > alone);
+    if (!held) engine.end(child);
+    const SequenceId again = engine.resume(parked.area, "model");
+    REQUIRE(engine.tokens(again) == 12);
+    engine.end(again);
+    if (held) engine.end(child);
+    REQUIRE(engine.memory().far_pages_used == alone);
+  }
 }

@@ -172,3 +172,24 @@ TEST_CASE("budgets of far tokens that say nothing or do nothing are refused", "[
   spec.sources = 0;
   REQUIRE_FALSE(unsupported_reasons(spec).empty());
 }
+
+TEST_CASE("a value that names nothing is refused with its field", "[policy_text]") {
+  const auto refused = [](const auto& spoil) -> std::string {
+    PolicySpec spec = parse_policy("lfps");
+    spoil(spec);
+    try {
+      validate(spec);
+    } catch (const Error& error) {
+      REQUIRE(error.code() == Errc::invalid_argument);
+      return error.what();
+    }
+    return "";
+  };
+  expect(refused([](PolicySpec& spec) { spec.history.tables = static_cast<HistoryTables>(3); }),
+         {"history.tables is 3", "[0, 2]"});
+  expect(refused([](PolicySpec& spec) { spec.estimate = static_cast<Estimate>(4); }), {"estimate is 4", "[0, 3]"});
+  expect(refused([](PolicySpec& spec) { spec.budget.kind = static_cast<BudgetKind>(6); }), {"budget.kind is 6"});
+  expect(refused([](PolicySpec& spec) { spec.budget.rule = static_cast<ProgressRule>(4); }), {"budget.rule is 4"});
+  expect(refused([](PolicySpec& spec) { spec.snapshot.pooling = static_cast<Pooling>(2); }), {"snapshot.pooling is 2"});
+  expect(refused([](PolicySpec& spec) { spec.pages.digest = static_cast<DigestKind>(2); }), {"pages.digest is 2"});
+}
