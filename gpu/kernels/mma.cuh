@@ -84,15 +84,6 @@ __device__ inline void mma(float (&c)[4], const std::uint32_t (&a)[4], std::uint
   }
 }
 
-/// c += a * b of bytes: mma.m16n8k32, whose registers hold four elements each where those above hold two. Those of a
-/// are signed, those of b are not.
-__device__ inline void mma_bytes(std::int32_t (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
-                                 std::uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 /// An 8x8 matrix of 16-bit elements, of which a lane holds (g, 2t) and (g, 2t + 1), transposed.
 [[nodiscard]] __device__ inline std::uint32_t transpose(std::uint32_t bits) {
   std::uint32_t out;
