@@ -1,7 +1,5 @@
 #include "runtime/far/far_workers.hpp"
 
-#include <sys/resource.h>
-
 #include <algorithm>
 #include <new>
 #include <system_error>
@@ -21,12 +19,6 @@ std::int64_t now_ns() noexcept {
 }
 
 constexpr std::chrono::microseconds kNap{20};
-
-/// How often the system has given this thread's core to others while it would have gone on.
-std::uint64_t times_taken() noexcept {
-  rusage usage{};
-  return getrusage(RUSAGE_THREAD, &usage) == 0 ? static_cast<std::uint64_t>(usage.ru_nivcsw) : 0;
-}
 
 }  // namespace
 
@@ -128,21 +120,9 @@ void FarWorkers::sleep(std::uint32_t thread, std::uint64_t seen, const std::stop
   asleep_.fetch_sub(1, std::memory_order_relaxed);
 }
 
-bool FarWorkers::watch(Presence& presence, const std::stop_token& stop) {
-  Clock::time_point now = Clock::now();
-  presence.begin_probation(times_taken(), now);
-  for (const auto end = now + Presence::kProbation; now < end && !stop.stop_requested(); now = Clock::now()) {
-    presence.look(now, true);
-    if (presence.was_missed()) return false;
-    cpu::relax();
-  }
-  presence.taken(times_taken(), now);
-  return !presence.was_missed();
-}
-
 void FarWorkers::stand_aside(std::uint32_t thread, std::uint64_t seen, Presence& presence,
                              const std::stop_token& stop) {
-  presence.stand_aside(Clock::now());
+  presence.stand_aside(Clock::now());  // Where too many do so, nothing counts that was before.
   if (aside_.fetch_add(1, std::memory_order_relaxed) < active() / 2) {
     std::mutex mutex;  // Of nobody else: what wakes the others is no reason to come back.
     std::unique_lock lock(mutex);
@@ -154,7 +134,7 @@ void FarWorkers::stand_aside(std::uint32_t thread, std::uint64_t seen, Presence&
         sleep(thread, seen, stop);
         aside_.fetch_add(1, std::memory_order_relaxed);
       }
-      reliable = watch(presence, stop);
+      reliable = keeps_core(presence, stop);
       if (!reliable) presence.stand_aside(Clock::now());
     }
   }

@@ -93,8 +93,6 @@ class FarWorkers {
     return thread != 0 && jobs_.any() && helping_.load(std::memory_order_relaxed) < most_helpers();
   }
   void help() noexcept;
-  /// Whether the thread, which does nothing else, keeps its core for a time.
-  static bool watch(Presence& presence, const std::stop_token& stop);
   /// The thread does nothing until it can be relied on again, unless too many do so.
   void stand_aside(std::uint32_t thread, std::uint64_t seen, Presence& presence, const std::stop_token& stop);
   /// Until there may be a question newer than `seen`.

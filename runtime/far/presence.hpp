@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <stop_token>
 
 #include "sluice/units.hpp"
 
@@ -73,5 +74,11 @@ class Presence {
   std::uint64_t taken_;
   std::uint32_t absences_ = 0;
 };
+
+/// How often the system has given the calling thread's core to others while it would have gone on.
+[[nodiscard]] std::uint64_t times_taken() noexcept;
+
+/// The calling thread does nothing but look at the clock until its probation is over, or `stop`. Whether it was not missed.
+[[nodiscard]] bool keeps_core(Presence& presence, const std::stop_token& stop);
 
 }  // namespace sluice::runtime

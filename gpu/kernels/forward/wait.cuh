@@ -2,16 +2,13 @@
 
 #include <cuda/atomic>
 
+#include "gpu/kernels/clock.cuh"
 #include "sluice/forward_memory.hpp"
 
 /// How kernels of a forward wait for the CPU.
 namespace sluice::gpu::forward {
 
-__device__ inline std::uint64_t now_ns() {
-  std::uint64_t time;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
-  return time;
-}
+using detail::now_ns;
 
 /// The first of `blocks` thread blocks to get here looks at the answer, over the link; the others look at what it says,
 /// in device memory: many that poll over the link stand in each other's way, and one that has not begun would keep them
