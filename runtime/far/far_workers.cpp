@@ -37,8 +37,8 @@ FarWorkers::FarWorkers(const ForwardMemory& memory, FarChoice& choice, FarNotes&
     for (std::uint32_t i = 0; i < most_; ++i) threads_.add([this, i](const std::stop_token& stop) { work(i, stop); });
     if (options.jobs) threads_.add([this](const std::stop_token& stop) { work_for_jobs(stop); });
   } catch (const std::system_error& error) {
-    throw Error(Errc::device, std::string("the system has no thread left for the far part: ") + error.what() +
-                                  "; ask for fewer threads or raise `ulimit -u`");
+    throw Error(Errc::out_of_capacity, std::string("the system has no thread left for the far part: ") + error.what() +
+                                           "; use fewer threads or raise the limit (ulimit -u, pids.max)");
   }
 }
 

@@ -45,7 +45,7 @@ struct FarWorkersOptions {
 class FarWorkers {
  public:
   /// `memory` is copied; what it points to must outlive this, and so must `choice` and `notes`.
-  /// @throws Error{Errc::device} if the system has no thread left.
+  /// @throws Error{Errc::out_of_capacity} if the system has no thread left.
   FarWorkers(const ForwardMemory& memory, FarChoice& choice, FarNotes& notes, const FarWorkersOptions& options,
              cpu::CoreShares::Lease cores);
   FarWorkers(const FarWorkers&) = delete;
