@@ -169,7 +169,7 @@ TEST_CASE("a lesson gives back tokens, weights and what stood in both tables, of
     for (const auto& [table, before] :
          {std::pair{&head.vertical, &head.vertical_before}, std::pair{&head.slash, &head.slash_before}}) {
       REQUIRE(std::equal(table->stored(), table->stored() + tokens, before->stored()));
-      REQUIRE(table->unit() == before->unit());
+      REQUIRE(table->step().per_weight == before->step().per_weight);
       REQUIRE(table->sum() == before->sum());
       REQUIRE(table->cut(0.2).threshold == before->cut(0.2).threshold);
     }
