@@ -109,9 +109,7 @@ TEST_CASE("what an engine on a GPU would take is what it takes", "[capi][gpu]") 
 }
 
 TEST_CASE("a tensor elsewhere than the engine's GPU is refused", "[capi][gpu][errors]") {
-  SmallEngine small;
-  small.owner = create(options_on(SLUICE_DEVICE_CUDA, 0));
-  small.engine = small.owner.get();
+  const SmallEngine small(options_on(SLUICE_DEVICE_CUDA, 0));
   const auto refused = [&](std::int32_t type, std::int32_t id, const std::vector<std::string>& words) {
     Tensors t;
     for (CTensor* const tensor : {&t.q, &t.k, &t.v, &t.out, &t.lse})
