@@ -62,6 +62,8 @@ void FarWorkers::settle_in() noexcept {
     spins_.store(cores_.topology().cores() > kMostThatNap && active < share.cores, std::memory_order_relaxed);
     active_.store(active, std::memory_order_relaxed);
     generation_ = generation;
+    { const std::lock_guard lock(mutex_); }  // Who has looked just before waits by now.
+    resettled_.notify_all();
   } catch (const std::bad_alloc&) {
     // As before: the next plan tries again.
   }
@@ -123,20 +125,24 @@ void FarWorkers::sleep(std::uint32_t thread, std::uint64_t seen, const std::stop
 void FarWorkers::stand_aside(std::uint32_t thread, std::uint64_t seen, Presence& presence,
                              const std::stop_token& stop) {
   presence.stand_aside(Clock::now());  // Where too many do so, nothing counts that was before.
-  if (aside_.fetch_add(1, std::memory_order_relaxed) < active() / 2) {
-    std::mutex mutex;  // Of nobody else: what wakes the others is no reason to come back.
-    std::unique_lock lock(mutex);
-    std::condition_variable_any over;
-    for (bool reliable = false; !reliable && !stop.stop_requested();) {
-      (void)over.wait_until(lock, stop, presence.until(), [] { return false; });
-      if (!under_way()) {  // Nothing spins between plans.
-        aside_.fetch_sub(1, std::memory_order_relaxed);
-        sleep(thread, seen, stop);
-        aside_.fetch_add(1, std::memory_order_relaxed);
-      }
-      reliable = keeps_core(presence, stop);
-      if (!reliable) presence.stand_aside(Clock::now());
+  std::unique_lock lock(mutex_);
+  if (aside() >= active() / 2) return;
+  aside_.fetch_add(1, std::memory_order_relaxed);
+  const auto needed = [&] { return thread >= active() || aside() > active() / 2; };
+  for (bool reliable = false; !reliable && !stop.stop_requested();) {
+    if (resettled_.wait_until(lock, stop, presence.until(), needed)) break;
+    if (!under_way()) {  // Nothing spins between plans.
+      aside_.fetch_sub(1, std::memory_order_relaxed);
+      lock.unlock();
+      sleep(thread, seen, stop);
+      lock.lock();
+      aside_.fetch_add(1, std::memory_order_relaxed);
+      if (needed()) break;
     }
+    lock.unlock();
+    reliable = keeps_core(presence, options_.times_taken, stop);
+    if (!reliable) presence.stand_aside(Clock::now());
+    lock.lock();
   }
   aside_.fetch_sub(1, std::memory_order_relaxed);
 }
@@ -150,7 +156,7 @@ void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
   std::uint32_t pu = kNone;
   Clock::time_point heard = Clock::now();
   Clock::time_point counted = heard;
-  Presence presence(times_taken());
+  Presence presence(options_.times_taken());
   for (bool watched = false; !stop.stop_requested();) {
     if (presence.unreliable()) stand_aside(thread, seen, presence, stop);
     const bool watches = std::exchange(watched, false);
@@ -177,7 +183,7 @@ void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
       heard = Clock::now();
     } else if (const auto now = Clock::now(); spins() && now - heard < kSpin) {
       presence.look(now, watches);
-      if (now - counted > kCount) presence.taken(times_taken(), counted = now);
+      if (now - counted > kCount) presence.taken(options_.times_taken(), counted = now);
       watched = true;
       for (int i = 0; i < 4; ++i) cpu::relax();
     } else {

@@ -31,6 +31,7 @@ struct FarWorkersOptions {
   bool jobs = false;                         ///< one thread more, for these alone: they go on beside forwards
   std::chrono::milliseconds timeout{1'000};  ///< of one thread's waits for another that chooses
   std::function<void()> before_answer{};     ///< see EngineOptions
+  std::function<std::uint64_t()> times_taken = runtime::times_taken;  ///< what the system says of the calling thread
 };
 
 /// Threads that answer the device's questions: policies choose, where there are some, and far rows are attended in
@@ -93,7 +94,8 @@ class FarWorkers {
     return thread != 0 && jobs_.any() && helping_.load(std::memory_order_relaxed) < most_helpers();
   }
   void help() noexcept;
-  /// The thread does nothing until it can be relied on again, unless too many do so.
+  /// The thread does nothing until it can be relied on again, unless too many do so: as many as may then come back, too,
+  /// when fewer are active.
   void stand_aside(std::uint32_t thread, std::uint64_t seen, Presence& presence, const std::stop_token& stop);
   /// Until there may be a question newer than `seen`.
   void sleep(std::uint32_t thread, std::uint64_t seen, const std::stop_token& stop);
@@ -141,6 +143,7 @@ class FarWorkers {
   std::mutex mutex_;
   std::condition_variable_any woken_;
   std::condition_variable_any job_came_;
+  std::condition_variable_any resettled_;  ///< fewer threads, or more, are active
   const std::uint32_t most_;                        ///< threads that answer
   std::uint32_t caller_place_ = kNone;
   std::vector<std::atomic<std::uint32_t>> places_;  ///< [threads, then the one for jobs] PU that it runs on
