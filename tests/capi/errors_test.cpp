@@ -78,7 +78,7 @@ TEST_CASE("what there is no room for is out of capacity", "[capi][errors]") {
   const auto make = [&] { return sluice_engine_create(&options, &engine); };
   check_fails(make, SLUICE_INVALID_ARGUMENT, {"host_bytes is 35184372088832"});  // More tokens than are counted.
   options.layers = 1024, options.page_tokens = 256;
-  check_fails(make, SLUICE_OUT_OF_CAPACITY, {"asked for 32768", "the machine has"});
+  check_fails(make, SLUICE_OUT_OF_CAPACITY, {"asked for 35184372088832 bytes", "the machine has"});
   CHECK(engine == nullptr);
 }
 
