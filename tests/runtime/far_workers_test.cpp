@@ -10,6 +10,8 @@
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
+#include "tests/support/errors.hpp"
+#include "tests/support/no_threads.hpp"
 
 using namespace sluice;
 using namespace sluice::runtime;
@@ -258,4 +260,12 @@ TEST_CASE("who needs threads not to learn waits for them, though not for ever", 
     REQUIRE_FALSE(desk.choice.learn(1, [] { return false; }));
   }
   REQUIRE(desk.choice.learn(1, [] { return false; }));
+}
+
+TEST_CASE("where there are no threads to be had workers are out of capacity", "[far_workers]") {
+  Desk desk;
+  cpu::CoreShares shares;
+  const NoThreads none;
+  const FarWorkersOptions options{.threads = 3, .pin = false};
+  REQUIRE(code_of([&] { return desk.workers(shares, "core:4 pu:2", options).active(); }) == Errc::out_of_capacity);
 }
