@@ -3,7 +3,7 @@
 
 using namespace sluice::test::capi;
 
-TEST_CASE("what an admission of C cannot take is refused and changes nothing", "[capi][admission]") {
+TEST_CASE("options that no admission can have are refused", "[capi][admission]") {
   const AdmissionPointer admission = create(options_of_c());
   sluice_admission* none = admission.get();
   auto options = options_of_c();
@@ -13,7 +13,10 @@ TEST_CASE("what an admission of C cannot take is refused and changes nothing", "
   options.struct_size = 2;
   check_fails([&] { return sluice_admission_create(&options, &none); }, SLUICE_INVALID_ARGUMENT, {"struct_size"});
   check_fails([&] { return sluice_admission_options_init(&options, 5000); }, SLUICE_INVALID_ARGUMENT, {"5000"});
+}
 
+TEST_CASE("what an admission of C cannot take is refused and changes nothing", "[capi][admission]") {
+  const AdmissionPointer admission = create(options_of_c());
   sluice_request asked = request(1, 100, 1);
   const auto submit = [&] { return sluice_admission_submit(admission.get(), &asked); };
   check_fails(submit, SLUICE_OUT_OF_CAPACITY, {"request 1", "100 tokens", "36"});
