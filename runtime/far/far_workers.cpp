@@ -265,8 +265,26 @@ void FarWorkers::attend_parts(const FarQuestion& question, std::uint32_t thread)
   }
 }
 
-bool FarWorkers::await_more(std::uint64_t asked, std::uint64_t opened, const std::stop_token& stop) const {
-  const auto more = [&] { return parts_.opened() != opened || all_open(asked); };
+void FarWorkers::help_to_choose(const FarQuestion& question, std::uint32_t thread) {
+  std::uint32_t list = FarParts::first_list(question, thread, active());
+  for (std::uint32_t seen = 0; seen < question.lists; ++seen, list = list + 1 == question.lists ? 0 : list + 1) {
+    while (SharedCalls::Claim claim = choice_.calls().claim(list)) {
+      do_piece(claim.question(), Stage::choose_far, thread, [&] {
+        claim.run();
+        // The call, and what is written down of it, stand until its last piece is finished: one is always left.
+        while (const SharedCalls::Claim next = choice_.calls().claim(list)) {
+          claim.finish();
+          claim = next;
+          claim.run();
+        }
+      });
+      claim.finish();
+    }
+  }
+}
+
+bool FarWorkers::await_more(std::uint64_t asked, const Offers& before, const std::stop_token& stop) const {
+  const auto more = [&] { return offers() != before || all_open(asked); };
   if (spins() ? cpu::spin_until(more) : more()) return true;
   const Deadline deadline = deadline_after(options_.timeout);
   while (!(spins() ? cpu::spin_until(more) : more())) {
@@ -288,11 +306,12 @@ void FarWorkers::answer(std::uint64_t asked, std::uint32_t thread, const std::st
   if (items == kNone) return;
   open_lists(question, items, thread);
   while (true) {
-    // Looked at first: what opens while this thread attends is there for it to find.
-    const std::uint64_t opened = parts_.opened();
+    // Looked at first: what comes while this thread works is there for it to find.
+    const Offers before = offers();
     const bool all = all_open(asked);
     attend_parts(question, thread);
-    if (all || !await_more(asked, opened, stop)) return;
+    if (items > 1) help_to_choose(question, thread);
+    if (all || !await_more(asked, before, stop)) return;
   }
 }
 

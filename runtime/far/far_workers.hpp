@@ -103,14 +103,25 @@ class FarWorkers {
   /// Opens lists, claiming one after the other, until none is left: those that are as the device has them, then one for
   /// each choice.
   void open_lists(const FarQuestion& question, std::uint32_t items, std::uint32_t thread);
+  /// Does pieces of others' choices until none is left.
+  void help_to_choose(const FarQuestion& question, std::uint32_t thread);
   /// Attends parts of lists that are open until none is left.
   void attend_parts(const FarQuestion& question, std::uint32_t thread);
   [[nodiscard]] bool all_open(std::uint64_t asked) const noexcept {
     return open_.load(std::memory_order_acquire) >= asked;
   }
-  /// Until there is more to attend than there was when `opened` lists were open, or there will not be. False: a thread
-  /// that has begun to choose does not come back. Should it after all, what is left of the question is its own.
-  [[nodiscard]] bool await_more(std::uint64_t asked, std::uint64_t opened, const std::stop_token& stop) const;
+  /// What there has been to do besides choosing: another one whenever there may be more.
+  struct Offers {
+    std::uint64_t opened = 0;  ///< lists
+    std::uint64_t shared = 0;  ///< calls of those that choose
+    friend bool operator==(const Offers&, const Offers&) = default;
+  };
+  [[nodiscard]] Offers offers() const noexcept {
+    return {.opened = parts_.opened(), .shared = choice_.calls().shared()};
+  }
+  /// Until there is more to do than there was, or there will not be. False: a thread that has begun to choose does not
+  /// come back. Should it after all, what is left of the question is its own.
+  [[nodiscard]] bool await_more(std::uint64_t asked, const Offers& before, const std::stop_token& stop) const;
   /// Who has done the last piece of work says that the question is answered.
   void say(const FarQuestion& question);
   /// A piece of work that was claimed; written down if its forward is traced.
