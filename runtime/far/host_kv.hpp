@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -28,6 +29,7 @@ class HostKv : public scheduler::KvReader {
   void keys(std::uint32_t first, std::uint32_t count, float* out) override;
   void cluster(const scheduler::ClusterRequest& request, float* centroids, std::uint32_t* assignment) override;
   void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) override;
+  void each(std::uint32_t count, const std::function<void(std::uint32_t)>& work) override;
 
  private:
   /// 0, 1, 2, ...
