@@ -35,7 +35,8 @@ endfunction()
 
 function(files_of room out)
   file(GLOB_RECURSE files LIST_DIRECTORIES false
-    ${ROOT}/${room}/*.c ${ROOT}/${room}/*.h ${ROOT}/${room}/*.hpp ${ROOT}/${room}/*.cpp ${ROOT}/${room}/*.cuh ${ROOT}/${room}/*.cu)
+    ${ROOT}/${room}/*.c ${ROOT}/${room}/*.h ${ROOT}/${room}/*.hpp ${ROOT}/${room}/*.cpp ${ROOT}/${room}/*.cuh
+    ${ROOT}/${room}/*.cu)
   set(${out} "${files}" PARENT_SCOPE)
 endfunction()
 

@@ -45,8 +45,11 @@ source(runtime/a.cpp
 source(runtime/far/a.cpp
   "#include \"cpu/a.hpp\"" "#include \"runtime/far/a.hpp\"" "#include \"runtime/background/a.hpp\""
   "#include \"runtime/engine/a.hpp\"  // BAD" "#include \"runtime/kv/a.hpp\"  // BAD")
-source(runtime/background/a.cpp
-  "#include \"runtime/background/a.hpp\"" "#include \"runtime/far/a.hpp\"  // BAD" "#include \"runtime/engine/a.hpp\"  // BAD")
+foreach(inner background kv park)
+  source(runtime/${inner}/a.cpp
+    "#include \"runtime/${inner}/a.hpp\"" "#include \"runtime/far/a.hpp\"  // BAD"
+    "#include \"runtime/engine/a.hpp\"  // BAD")
+endforeach()
 source(capi/a.cpp
   "#include \"sluice.h\"" "#include \"sluice/engine.hpp\"" "#include \"runtime/a.hpp\"" "#include \"capi/a.hpp\""
   "#include \"cpu/a.hpp\"  // BAD" "#include \"gpu/a.hpp\"  // BAD" "#include \"tools/cli/a.hpp\"  // BAD"

@@ -48,7 +48,7 @@ const auto& any_of(const Items& items, Random& random) {
   return items[random.below(static_cast<std::uint32_t>(std::size(items)))];
 }
 
-/// Position in [0, size], or in [0, size) if `size` is not to be met.
+/// A position in [0, size].
 std::size_t position(std::size_t size, Random& random) { return random.below(static_cast<std::uint32_t>(size) + 1); }
 
 int depth_of(std::string_view text) {

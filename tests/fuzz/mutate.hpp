@@ -13,7 +13,7 @@ namespace sluice::test {
 inline constexpr std::size_t kMaxInput = 1 << 14;
 
 /// Changes one node of the JSON between the first opening and the last closing bracket of `text`: another value, a
-/// child less or more, two nodes swapped, one level deeper. What stands around the JSON stays.
+/// child less or more, that of another node, one level deeper. What stands around the JSON stays.
 /// @return nothing if there is no JSON, or if it is nested too deeply to be walked
 [[nodiscard]] std::optional<std::string> mutate_json(std::string_view text, Random& random,
                                                      const std::vector<std::string>& words);

@@ -1,8 +1,10 @@
 // Transfer profiles: what is read chooses a path for every batch and is read back as it was written, and a kept
 // profile, whatever it holds, never ends the program.
 
+#include <algorithm>
 #include <array>
 #include <cmath>
+#include <memory>
 #include <optional>
 #include <string>
 

@@ -1,10 +1,12 @@
 // Drafts that are verified together attend what each of them would, or more.
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_drafts.hpp"
+#include "tests/support/sanitized.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -21,11 +23,10 @@ struct Size {
 }  // namespace
 
 TEST_CASE("rows of a team that attend everything get what they get alone", "[engine][drafts]") {
-  const Size size = GENERATE(Size{4, 2}, Size{4, 8}, Size{1, 32}, Size{8, 3}, Size{32, 1});
-  const std::uint32_t near = GENERATE(0u, 5u, 90u);
-  const PlacementMode placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
-  // In the middle of a page, to its end, nothing before it.
-  const std::uint32_t tokens = GENERATE(0u, 1u, 37u, 64u, 126u);
+  // Tokens before it: none, one, to the middle of a page, to its end.
+  const auto [size, near, placement, tokens] =
+      GENERATE(grid(std::array{Size{4, 2}, Size{4, 8}, Size{1, 32}, Size{8, 3}, Size{32, 1}}, std::array{0u, 5u, 90u},
+                    std::array{PlacementMode::hybrid, PlacementMode::stream}, std::array{0u, 1u, 37u, 64u, 126u}));
   CAPTURE(size.group, size.drafts, near, static_cast<int>(placement), tokens);
   const EngineRig rig = engine_rig();
   const AttentionShape shape = shape_of(size.group);
@@ -62,12 +63,12 @@ TEST_CASE("a team attends what any of its heads chose, near or far, and no row n
     const char* text;
     std::uint32_t sinks, recent, picks;
   };
-  const Case policy = GENERATE(Case{"none | near=0,sinks=4,recent=9", 4, 9, 0},
-                               Case{"exact | int4 | top_k=7 | near=0,sinks=3,recent=1", 3, 1, 7},
-                               Case{"exact | int4 | top_k=12 | near=0,sinks=2,recent=20", 2, 20, 12});
-  const Size size = GENERATE(Size{4, 3}, Size{8, 4}, Size{1, 16});
-  const std::uint32_t near = GENERATE(0u, 7u, 90u);
-  const PlacementMode placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
+  constexpr std::array kCases{Case{"none | near=0,sinks=4,recent=9", 4, 9, 0},
+                              Case{"exact | int4 | top_k=7 | near=0,sinks=3,recent=1", 3, 1, 7},
+                              Case{"exact | int4 | top_k=12 | near=0,sinks=2,recent=20", 2, 20, 12}};
+  const auto [policy, size, near, placement] =
+      GENERATE_COPY(grid(kCases, std::array{Size{4, 3}, Size{8, 4}, Size{1, 16}}, std::array{0u, 7u, 90u},
+                         std::array{PlacementMode::hybrid, PlacementMode::stream}));
   CAPTURE(policy.text, size.group, size.drafts, near, static_cast<int>(placement));
   const EngineRig rig = engine_rig();
   const AttentionShape shape = shape_of(size.group);
@@ -108,13 +109,13 @@ TEST_CASE("an audit finds that rows of a team attend no less than by themselves"
     const char* text;
     double share;  ///< 0: no less than alone
   };
-  const Case policy = GENERATE(Case{"exact | int4 | top_k=9 | near=0,sinks=2,recent=6", 0.0},
-                               Case{"exact | int4 | top_k=12% | near=0,sinks=2,recent=6", 0.0},
-                               Case{"pages:share=0.2,min_pages=3 | top_k=all | near=0,sinks=2", 0.0},
-                               Case{"pages:share=0.3 | int4 | top_k=11 | near=0,sinks=2", 0.0},
-                               Case{"exact | int4 | top_p=0.8 | near=0,sinks=2,recent=6", 0.8},
-                               Case{"full", 1.0});
-  const std::uint32_t near = GENERATE(0u, 7u, 90u);
+  constexpr std::array kCases{Case{"exact | int4 | top_k=9 | near=0,sinks=2,recent=6", 0.0},
+                              Case{"exact | int4 | top_k=12% | near=0,sinks=2,recent=6", 0.0},
+                              Case{"pages:share=0.2,min_pages=3 | top_k=all | near=0,sinks=2", 0.0},
+                              Case{"pages:share=0.3 | int4 | top_k=11 | near=0,sinks=2", 0.0},
+                              Case{"exact | int4 | top_p=0.8 | near=0,sinks=2,recent=6", 0.8},
+                              Case{"full", 1.0}};
+  const auto [policy, near] = GENERATE_COPY(grid(kCases, std::array{0u, 7u, 90u}));
   CAPTURE(policy.text, near);
   constexpr std::uint32_t kDrafts = 5;
   constexpr std::uint32_t kPrompt = 181;  // Pages end within teams.

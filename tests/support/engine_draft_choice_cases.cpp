@@ -1,11 +1,13 @@
 // Drafts that are verified together and whose policy chooses on the CPU: once for a team, by its first row.
 #include <algorithm>
+#include <array>
 
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_drafts.hpp"
 #include "tests/support/engine_policies.hpp"
 #include "tests/support/random.hpp"
+#include "tests/support/sanitized.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -39,15 +41,16 @@ Bucket bucket_of(std::uint32_t drafts) {
 
 TEST_CASE("the first row of a team gets what its policy gives it alone, whatever the drafts behind it",
           "[engine][drafts]") {
-  const char* const policy = GENERATE("lfps:bypass=0,recent=2", "tactic:least=64,size=4,recluster=64",
-                                      "exact | top_k=9 | near=0,sinks=2,recent=6",
-                                      "pages | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16",
-                                      "history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16",
-                                      "history+pages:share=0.2,min_pages=1 | top_p=0.9 | near=0,sinks=4,recent=3",
-                                      "exact | top_k=9 | near=0,sinks=2 | dense=1");
-  const std::uint32_t near = GENERATE(0u, 9u);
-  const PlacementMode placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
-  const bool windows = GENERATE(false, true);
+  constexpr std::array kPolicies{"lfps:bypass=0,recent=2",
+                                 "tactic:least=64,size=4,recluster=64",
+                                 "exact | top_k=9 | near=0,sinks=2,recent=6",
+                                 "pages | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16",
+                                 "history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16",
+                                 "history+pages:share=0.2,min_pages=1 | top_p=0.9 | near=0,sinks=4,recent=3",
+                                 "exact | top_k=9 | near=0,sinks=2 | dense=1"};
+  const auto [policy, near, placement, windows] =
+      GENERATE_COPY(grid(kPolicies, std::array{0u, 9u}, std::array{PlacementMode::hybrid, PlacementMode::stream},
+                         std::array{false, true}));
   CAPTURE(policy, near, static_cast<int>(placement), windows);
   const EngineRig rig = engine_rig();
   const Story story(kShape, kPrompt + 70, 640), other(kShape, kPrompt + 70 + kDrafts, 641);
@@ -73,9 +76,9 @@ TEST_CASE("the first row of a team gets what its policy gives it alone, whatever
 }
 
 TEST_CASE("teams that are taken back one after another leave their policy as it was", "[engine][drafts][undo]") {
-  const char* const policy = GENERATE("history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16",
-                                      "lfps:observe_every=4,bypass=0", "tactic:least=64,size=4,recluster=64");
-  const bool forks = GENERATE(false, true);
+  constexpr std::array kPolicies{"history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16",
+                                 "lfps:observe_every=4,bypass=0", "tactic:least=64,size=4,recluster=64"};
+  const auto [policy, forks] = GENERATE_COPY(grid(kPolicies, std::array{false, true}));
   CAPTURE(policy, forks);
   const EngineRig rig = engine_rig();
   const Story story(kShape, kPrompt + 100, 670), other(kShape, kPrompt + 150, 671);
@@ -111,12 +114,12 @@ TEST_CASE("teams that are taken back one after another leave their policy as it 
 }
 
 TEST_CASE("drafts attend everything before them where the policy of their team chooses all of it", "[engine][drafts]") {
-  const char* const policy = GENERATE("exact | top_k=400 | near=0,sinks=2,recent=6", "tactic:least=400 | near=0",
-                                      "tactic:least=64,size=4,recluster=64 | int4 | fitted=1",
-                                      "pages | progressive=1,microbatch=2 | near=0,sinks=4,recent=16",
-                                      "history:observe_every=3 | top_k=400 | near=0,sinks=4,recent=0");
-  const std::uint32_t near = GENERATE(0u, 9u, 40u);
-  const PlacementMode placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
+  constexpr std::array kPolicies{"exact | top_k=400 | near=0,sinks=2,recent=6", "tactic:least=400 | near=0",
+                                 "tactic:least=64,size=4,recluster=64 | int4 | fitted=1",
+                                 "pages | progressive=1,microbatch=2 | near=0,sinks=4,recent=16",
+                                 "history:observe_every=3 | top_k=400 | near=0,sinks=4,recent=0"};
+  const auto [policy, near, placement] =
+      GENERATE_COPY(grid(kPolicies, std::array{0u, 9u, 40u}, std::array{PlacementMode::hybrid, PlacementMode::stream}));
   CAPTURE(policy, near, static_cast<int>(placement));
   const EngineRig rig = engine_rig();
   const Story story(kShape, kPrompt + 60, 650), other(kShape, kPrompt + 60 + kDrafts, 651);
@@ -147,10 +150,10 @@ TEST_CASE("drafts attend everything before them where the policy of their team c
 }
 
 TEST_CASE("drafts that ask what their team's first row asks attend no less than by themselves", "[engine][drafts]") {
-  const char* const policy =
-      GENERATE("exact | top_k=9 | near=0,sinks=2,recent=6", "exact | top_p=0.7 | near=0,sinks=2,recent=0",
-               "pages | progressive=0.7,microbatch=2 | near=0,sinks=4,recent=6");
-  const std::uint32_t near = GENERATE(0u, 9u);
+  constexpr std::array kPolicies{"exact | top_k=9 | near=0,sinks=2,recent=6",
+                                 "exact | top_p=0.7 | near=0,sinks=2,recent=0",
+                                 "pages | progressive=0.7,microbatch=2 | near=0,sinks=4,recent=6"};
+  const auto [policy, near] = GENERATE_COPY(grid(kPolicies, std::array{0u, 9u}));
   CAPTURE(policy, near);
   const EngineRig rig = engine_rig();
   Story story(kShape, kPrompt + 4 * kDrafts, 660);

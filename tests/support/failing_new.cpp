@@ -9,16 +9,19 @@ namespace {
 
 /// Allocations until the one that fails, of all threads; negative: none does.
 std::atomic<long> until{-1};
-thread_local long until_own = -1;  ///< of this thread
+/// Of this thread, of so many bytes or more.
+thread_local long until_own = -1;
+thread_local std::size_t least_own = 0;
 
-bool refuses() noexcept {
-  if (until_own >= 0 && until_own-- == 0) return true;
+bool refuses(std::size_t bytes) noexcept {
+  if (bytes >= least_own && until_own >= 0 && until_own-- == 0) return true;
   return until.load(std::memory_order_relaxed) >= 0 && until.fetch_sub(1, std::memory_order_relaxed) == 0;
 }
 
 void* allocate(std::size_t bytes, std::size_t alignment) {
   void* memory = nullptr;
-  if (!refuses() && posix_memalign(&memory, std::max(alignment, sizeof(void*)), std::max<std::size_t>(bytes, 1)) == 0) {
+  if (!refuses(bytes) &&
+      posix_memalign(&memory, std::max(alignment, sizeof(void*)), std::max<std::size_t>(bytes, 1)) == 0) {
     return memory;
   }
   throw std::bad_alloc();
@@ -44,7 +47,10 @@ extern "C" const char* __asan_default_options() { return "alloc_dealloc_mismatch
 namespace sluice::test {
 
 void fail_allocation(long which) noexcept { until = which; }
-void fail_own_allocation(long which) noexcept { until_own = which; }
+void fail_own_allocation(long which, std::size_t least) noexcept {
+  until_own = which;
+  least_own = least;
+}
 bool one_failed() noexcept { return until.exchange(-1) < 0; }
 
 }  // namespace sluice::test

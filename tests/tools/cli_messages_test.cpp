@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-const std::string kModel = std::string("--model '") + sluice::test::test_data() + "/testbed'";
+const std::string kModel = sluice::test::testbed_model();
 constexpr std::size_t kMostBytes = 1200;
 
 bool obeyed(char c) { return (static_cast<unsigned char>(c) < 0x20 && c != '\n') || c == '\x7f'; }
@@ -45,15 +45,15 @@ std::string model_with(const TemporaryDirectory& scratch, const std::string& lin
 TEST_CASE("an echoed argument has its control characters escaped", "[cli]") {
   const std::string evil = "x\x1b[31m\x07\x7f\r\xc2\x9b" "2J\xff";
   const std::string arguments = GENERATE_COPY(values<std::string>({
-      "run " + kModel + " --prompt a --policy '" + evil + "'",
+      "run " + kModel + "--prompt a --policy '" + evil + "'",
       "run --model '" + evil + "' --prompt a",
-      "run " + kModel + " --prompt-file '" + evil + "'",
-      "run " + kModel + " --prompt a --output 'no/such/" + evil + "'",
-      "run " + kModel + " --prompt a --max-tokens '" + evil + "'",
-      "run " + kModel + " --prompt a --transfer-profile '" + evil + "'",
-      "run " + kModel + " --prompt a '--" + evil + "'",
+      "run " + kModel + "--prompt-file '" + evil + "'",
+      "run " + kModel + "--prompt a --output 'no/such/" + evil + "'",
+      "run " + kModel + "--prompt a --max-tokens '" + evil + "'",
+      "run " + kModel + "--prompt a --transfer-profile '" + evil + "'",
+      "run " + kModel + "--prompt a '--" + evil + "'",
       "'" + evil + "'",
-      "eval " + kModel + " --tasks '" + evil + "'",
+      "eval " + kModel + "--tasks '" + evil + "'",
       "policies -o '" + evil + "'",
   }));
   const Outcome outcome = sluice::test::sluice(arguments);
@@ -65,7 +65,7 @@ TEST_CASE("an echoed argument has its control characters escaped", "[cli]") {
 
 TEST_CASE("a message of any length keeps its cause and its remedy", "[cli]") {
   const Outcome outcome =
-      sluice::test::sluice("run " + kModel + " --prompt a --policy '" + std::string(60'000, 'y') + "'");
+      sluice::test::sluice("run " + kModel + "--prompt a --policy '" + std::string(60'000, 'y') + "'");
   CHECK(outcome.code == 2);
   check_tame(outcome);
   CHECK(contains(outcome.err, "policy \"yyy"));

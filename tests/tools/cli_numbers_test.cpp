@@ -6,16 +6,16 @@
 #include "tests/support/catch.hpp"
 #include "tests/support/data.hpp"
 #include "tests/tools/cli_process.hpp"
+#include "tests/tools/cli_report.hpp"
 
-using nlohmann::json;
 using sluice::test::contains;
 using sluice::test::is_one_error;
 using sluice::test::Outcome;
 
 namespace {
 
-const std::string kRun = std::string("run --model '") + sluice::test::test_data() + "/testbed' --threads 2 --prompt a ";
-const std::string kEval = std::string("eval --model '") + sluice::test::test_data() + "/testbed' --tasks niah ";
+const std::string kRun = "run " + sluice::test::testbed_model() + "--threads 2 --prompt a ";
+const std::string kEval = "eval " + sluice::test::testbed_model() + "--tasks niah ";
 
 }  // namespace
 
@@ -92,12 +92,7 @@ TEST_CASE("what is no number of the option's range is refused by its name", "[cl
 }
 
 TEST_CASE("leading zeros are decimal, and counts may say K", "[cli]") {
-  const auto config = [](const std::string& arguments) {
-    const Outcome outcome = sluice::test::sluice(arguments + " -o json");
-    CAPTURE(arguments, outcome.err);
-    REQUIRE(outcome.code == 0);
-    return json::parse(outcome.out).at("config");
-  };
+  const auto config = [](const std::string& arguments) { return sluice::test::json_of(arguments).at("config"); };
   CHECK(config(kRun + "--max-tokens 010 --seed 0777").at("seed") == 777);
   CHECK(config(kRun + "--max-tokens 010").at("max_tokens") == 10);
   CHECK(config(kRun + "--max-tokens 1 --prefill-chunk 1K").at("prefill_chunk") == 1024);

@@ -22,11 +22,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-const std::string kData = sluice::test::test_data();
-const std::string kRun = "run --model '" + kData + "/testbed' --threads 2 --max-tokens 2 --prompt 'The sky' ";
+const std::string kRun = "run " + sluice::test::testbed_model() + "--threads 2 --max-tokens 2 --prompt 'The sky' ";
 /// Two tables: the task's and who lost its answer.
-const std::string kLosing = "eval --model '" + kData + "/testbed' --threads 2 --tasks kv --lengths 512 --count 1 "
-                            "--policies streaming:recent=8 ";
+const std::string kLosing = "eval " + sluice::test::testbed_model() +
+                            "--threads 2 --tasks kv --lengths 512 --count 1 --policies streaming:recent=8 ";
 
 /// Rows of one table: the header's fields in every line. Quoted fields hold no comma here.
 void check_one_table(const std::string& csv, std::size_t rows) {
@@ -45,11 +44,10 @@ void check_one_table(const std::string& csv, std::size_t rows) {
   CHECK(seen == rows + 1);
 }
 
-/// Runs a shell command line; `%` stands for the program.
+/// The exit code of a shell command line; `%` stands for the program.
 int shell(std::string command) {
   command.replace(command.find('%'), 1, "'" + sluice::test::cli_path() + "'");
-  const int status = std::system(command.c_str());
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  return sluice::test::shell(command).code;
 }
 
 }  // namespace
@@ -69,8 +67,11 @@ TEST_CASE("a CSV file holds one table, and every further table has a file beside
 TEST_CASE("a table that this run left empty does not leave an older run's file in its place", "[cli]") {
   const TemporaryDirectory scratch;
   const std::string old = scratch.write("result-lost.csv", "of another run");
-  const Outcome outcome = sluice::test::sluice("eval --model '" + kData + "/testbed' --threads 2 --tasks niah --lengths 512 "
-                                               "--count 1 --policies full -o csv --output '" + scratch.file("result.csv") + "'");
+  const Outcome outcome =
+      sluice::test::sluice("eval " + sluice::test::testbed_model() +
+                           "--threads 2 --tasks niah --lengths 512 --count 1 --policies full -o csv "
+                           "--output '" +
+                           scratch.file("result.csv") + "'");
   CAPTURE(outcome.err);
   REQUIRE(outcome.code == 0);
   CHECK(read_file(old).starts_with("task,length_tokens,policy,"));

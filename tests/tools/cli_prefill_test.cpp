@@ -8,6 +8,7 @@
 #include "tests/support/catch.hpp"
 #include "tests/support/data.hpp"
 #include "tests/tools/cli_process.hpp"
+#include "tests/tools/cli_report.hpp"
 
 using nlohmann::json;
 using sluice::test::contains;
@@ -16,18 +17,11 @@ using sluice::test::Outcome;
 
 namespace {
 
-const std::string kModel = std::string("--model '") + sluice::test::test_data() + "/testbed' --threads 2 ";
+const std::string kModel = sluice::test::testbed_model() + "--threads 2 ";
 const std::string kFlex = "--prefill flexprefill@0.9 --min-budget 128 ";
 
-json report_of(const std::string& arguments) {
-  const Outcome outcome = sluice::test::sluice(arguments + " -o json");
-  CAPTURE(arguments, outcome.err);
-  REQUIRE(outcome.code == 0);
-  return json::parse(outcome.out);
-}
-
-json results_of(const std::string& arguments) { return report_of(arguments).at("results"); }
-json config_of(const std::string& arguments) { return report_of(arguments).at("config"); }
+json results_of(const std::string& arguments) { return sluice::test::json_of(arguments).at("results"); }
+json config_of(const std::string& arguments) { return sluice::test::json_of(arguments).at("config"); }
 
 /// Some 2,000 tokens of text.
 std::string long_prompt() {

@@ -38,16 +38,21 @@ struct Outcome {
 /// Where `sluice` is.
 std::string cli_path();
 
-/// Runs `sluice` through the shell; `arguments` are shell words.
-inline Outcome sluice(const std::string& arguments) {
+/// `--model` with the testbed, as shell words.
+inline std::string testbed_model() { return "--model '" + test_data() + "/testbed' "; }
+
+/// Runs a command line of the shell.
+inline Outcome shell(const std::string& command) {
   const TemporaryDirectory scratch;
-  const std::string command = std::string("'") + cli_path() + "' " + arguments + " >'" + scratch.file("out") + "' 2>'" +
-                              scratch.file("err") + "'";
-  const int status = std::system(command.c_str());
+  const std::string outputs = "exec >'" + scratch.file("out") + "' 2>'" + scratch.file("err") + "'\n";
+  const int status = std::system((outputs + command).c_str());
   return {.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1,
           .out = read_file(scratch.file("out")),
           .err = read_file(scratch.file("err"))};
 }
+
+/// Runs `sluice` through the shell; `arguments` are shell words.
+inline Outcome sluice(const std::string& arguments) { return shell("'" + cli_path() + "' " + arguments); }
 
 inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 

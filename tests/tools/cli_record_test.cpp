@@ -21,17 +21,11 @@ const std::string kData = sluice::test::test_data();
 
 /// tools/record.sh with everything as small as it may be.
 Outcome record(const std::string& arguments) {
-  const TemporaryDirectory scratch;
-  const std::string command = "SLUICE='" + sluice::test::cli_path() + "' MODEL='" + kData +
-                              "/testbed' RECORD_SHORT=512 RECORD_LONG=600 RECORD_COUNT=1 "
-                              "RECORD_TEXT_LENGTHS=512 RECORD_TEXT_TOKENS=20 RECORD_TEXTS=1 "
-                              "RECORD_POLICIES='full;streaming:recent=8' sh '" +
-                              kData + "/../../tools/record.sh' " + arguments + " >'" + scratch.file("out") + "' 2>'" +
-                              scratch.file("err") + "'";
-  const int status = std::system(command.c_str());
-  return {.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1,
-          .out = read_file(scratch.file("out")),
-          .err = read_file(scratch.file("err"))};
+  return sluice::test::shell("SLUICE='" + sluice::test::cli_path() + "' MODEL='" + kData +
+                             "/testbed' RECORD_SHORT=512 RECORD_LONG=600 RECORD_COUNT=1 "
+                             "RECORD_TEXT_LENGTHS=512 RECORD_TEXT_TOKENS=20 RECORD_TEXTS=1 "
+                             "RECORD_POLICIES='full;streaming:recent=8' sh '" +
+                             kData + "/../../tools/record.sh' " + arguments);
 }
 
 }  // namespace

@@ -5,8 +5,17 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/support/catch.hpp"
+#include "tests/tools/cli_process.hpp"
 
 namespace sluice::test {
+
+/// What `sluice ARGUMENTS -o json` reports; it must succeed.
+inline nlohmann::json json_of(const std::string& arguments) {
+  const Outcome outcome = sluice(arguments + " -o json");
+  CAPTURE(arguments, outcome.err);
+  REQUIRE(outcome.code == 0);
+  return nlohmann::json::parse(outcome.out);
+}
 
 /// Parses a report and checks what every report holds.
 inline nlohmann::json report_of(const std::string& text, const std::string& command) {

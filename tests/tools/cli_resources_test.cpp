@@ -13,21 +13,13 @@ using sluice::test::TemporaryDirectory;
 
 namespace {
 
-const std::string kModel = sluice::test::test_data() + "/testbed";
-
 /// `BEFORE sluice ARGUMENTS` in a shell.
 Outcome after(const std::string& before, const std::string& arguments) {
-  const TemporaryDirectory scratch;
-  const std::string command = "{ " + before + " '" + sluice::test::cli_path() + "' " + arguments + "; } >'" + scratch.file("out") +
-                              "' 2>'" + scratch.file("err") + "'";
-  const int status = std::system(command.c_str());
-  return {.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1,
-          .out = sluice::test::read_file(scratch.file("out")),
-          .err = sluice::test::read_file(scratch.file("err"))};
+  return sluice::test::shell(before + " '" + sluice::test::cli_path() + "' " + arguments);
 }
 
 Outcome run_after(const std::string& before, const std::string& arguments) {
-  return after(before, "run --model '" + kModel + "' --max-tokens 1 --threads 2 -o json " + arguments);
+  return after(before, "run " + sluice::test::testbed_model() + "--max-tokens 1 --threads 2 -o json " + arguments);
 }
 
 }  // namespace
@@ -88,7 +80,7 @@ TEST_CASE("a prompt that cannot be read is an error, not an empty or a shorter p
 TEST_CASE("a model's generation_config.json gives the defaults of sampling, and flags win", "[cli]") {
   const TemporaryDirectory scratch;
   const std::string model = scratch.file("model");
-  std::filesystem::copy(kModel, model);
+  std::filesystem::copy(sluice::test::test_data() + "/testbed", model);
   const auto config_of = [&](const std::string& flags) {
     const Outcome outcome =
         sluice::test::sluice("run --model '" + model + "' --prompt a --max-tokens 1 -o json --threads 2 " + flags);

@@ -8,10 +8,12 @@
 #include "tests/support/catch.hpp"
 #include "tests/support/data.hpp"
 #include "tests/tools/cli_process.hpp"
+#include "tests/tools/cli_report.hpp"
 
 using nlohmann::json;
 using sluice::test::contains;
 using sluice::test::is_one_error;
+using sluice::test::json_of;
 using sluice::test::Outcome;
 using sluice::test::read_file;
 using sluice::test::TemporaryDirectory;
@@ -25,16 +27,9 @@ std::string model_with(const TemporaryDirectory& scratch, const json& changes) {
   return "run --model '" + sluice::test::testbed_with(scratch, config.dump()) + "' --threads 2 ";
 }
 
-const std::string kRun = std::string("run --model '") + sluice::test::test_data() + "/testbed' --threads 2 ";
+const std::string kRun = "run " + sluice::test::testbed_model() + "--threads 2 ";
 const std::string kPrompt = "--prompt 'The grass is green. The sky is' ";  // 31 tokens with BOS
 constexpr int kPromptTokens = 31;
-
-json report_of(const std::string& arguments) {
-  const Outcome outcome = sluice::test::sluice(arguments + " -o json");
-  CAPTURE(arguments, outcome.err);
-  REQUIRE(outcome.code == 0);
-  return json::parse(outcome.out);
-}
 
 json row_of(const json& report) { return report.at("results").at("run").at(0); }
 
@@ -43,14 +38,14 @@ json row_of(const json& report) { return report.at("results").at("run").at(0); }
 TEST_CASE("run ends at the model's context and says so", "[cli]") {
   const TemporaryDirectory scratch;
   const std::string run = model_with(scratch, {{"max_position_embeddings", 40}}) + kPrompt;
-  const json report = report_of(run + "--max-tokens 100");
+  const json report = json_of(run + "--max-tokens 100");
   const json row = row_of(report);
   CHECK(row.at("finish_reason") == "context");
   CHECK(row.at("prompt_tokens") == kPromptTokens);
   CHECK(row.at("generated_tokens") == 40 - kPromptTokens + 1);  // The last one is chosen, and never read.
   CHECK(report.at("tokens").size() == row.at("generated_tokens"));
   // What comes before the end does not depend on where it is.
-  const json shorter = report_of(run + "--max-tokens 4");
+  const json shorter = json_of(run + "--max-tokens 4");
   CHECK(row_of(shorter).at("finish_reason") == "length");
   for (std::size_t i = 0; i < 4; ++i) CHECK(shorter.at("tokens")[i] == report.at("tokens")[i]);
 
@@ -63,7 +58,7 @@ TEST_CASE("run ends at the model's context and says so", "[cli]") {
 TEST_CASE("a prompt that fills the context gets one token, a longer one is refused before it is read", "[cli]") {
   const TemporaryDirectory scratch;
   const std::string full = model_with(scratch, {{"max_position_embeddings", kPromptTokens}}) + kPrompt;
-  const json row = row_of(report_of(full));
+  const json row = row_of(json_of(full));
   CHECK(row.at("generated_tokens") == 1);
   CHECK(row.at("finish_reason") == "context");
   const TemporaryDirectory other;
@@ -76,7 +71,7 @@ TEST_CASE("a prompt that fills the context gets one token, a longer one is refus
 }
 
 TEST_CASE("run says whether the model stopped or the limit did", "[cli]") {
-  const json free_run = report_of(kRun + kPrompt + "--max-tokens 6");
+  const json free_run = json_of(kRun + kPrompt + "--max-tokens 6");
   CHECK(row_of(free_run).at("finish_reason") == "length");
   const json ids = free_run.at("tokens");
   REQUIRE(ids.size() == 6);
@@ -84,7 +79,7 @@ TEST_CASE("run says whether the model stopped or the limit did", "[cli]") {
   std::size_t first = 0;
   while (ids[first] != eos) ++first;
   const TemporaryDirectory scratch;
-  const json stopped = report_of(model_with(scratch, {{"eos_token_id", eos}}) + kPrompt + "--max-tokens 6");
+  const json stopped = json_of(model_with(scratch, {{"eos_token_id", eos}}) + kPrompt + "--max-tokens 6");
   CHECK(row_of(stopped).at("finish_reason") == "stop");
   CHECK(stopped.at("tokens").size() == first);
 }
@@ -144,8 +139,8 @@ TEST_CASE("the table has no row for what did not happen", "[cli]") {
 TEST_CASE("a text is the same wherever keys and values are", "[cli]") {
   const std::string place = GENERATE(" --near 0%", " --near 30%", " --near 100%", " --near 0% --placement stream");
   const std::string arguments = kRun + kPrompt + "--max-tokens 16 --policy full";
-  const json want = report_of(arguments);
-  const json got = report_of(arguments + place);
+  const json want = json_of(arguments);
+  const json got = json_of(arguments + place);
   CAPTURE(place);
   CHECK(got.at("text") == want.at("text"));
   CHECK(got.at("tokens").size() == 16);
@@ -165,8 +160,8 @@ TEST_CASE("policies choose the same wherever what they chose is attended", "[cli
                "'pages:pages=1 | top_k=6 | near=0,sinks=2,recent=4 | page=8'",
                "'history+pages:pages=1 | int4 | top_k=6 | near=0,sinks=2,recent=4 | page=8'");
   const std::string arguments = kRun + kPrompt + "--max-tokens 16 --policy " + policy;
-  const json in_place = report_of(arguments + " --near 0%");
-  const json streamed = report_of(arguments + " --near 50% --placement stream");
+  const json in_place = json_of(arguments + " --near 0%");
+  const json streamed = json_of(arguments + " --near 50% --placement stream");
   CAPTURE(policy);
   CHECK(streamed.at("text") == in_place.at("text"));
   CHECK(streamed.at("tokens").size() == 16);
@@ -175,11 +170,11 @@ TEST_CASE("policies choose the same wherever what they chose is attended", "[cli
 }
 
 TEST_CASE("run writes a budget of far tokens behind its policy and says so", "[cli]") {
-  const std::string run = kRun + "--prompt 'The grass is green. The sky is' --max-tokens 2 --policy topk:budget=20 ";
-  const json report = report_of(run + "--far 40");
+  const std::string run = kRun + kPrompt + "--max-tokens 2 --policy topk:budget=20 ";
+  const json report = json_of(run + "--far 40");
   CHECK(report.at("config").at("policy") == "topk:budget=20 | far=40");
   CHECK(contains(report.at("config").at("composition").get<std::string>(), "| far=40 |"));
-  CHECK(report_of(run + "--far all").at("tokens") == report_of(run).at("tokens"));
+  CHECK(json_of(run + "--far all").at("tokens") == json_of(run).at("tokens"));
   const Outcome outcome = sluice::test::sluice(run + "--far auto");
   CAPTURE(outcome.err);
   CHECK(outcome.code == 0);
@@ -205,8 +200,8 @@ TEST_CASE("a session keeps the prompt from one run to the next", "[cli]") {
   for (const auto& [prompt, resumed] : {Turn{first, 0}, Turn{first, kPromptTokens - 1}, Turn{more, kPromptTokens},
                                         Turn{first, kPromptTokens - 1}, Turn{more, kPromptTokens}}) {
     CAPTURE(policy, prompt, resumed);
-    const json want = report_of(with(prompt));
-    const json got = report_of(with(prompt) + session);
+    const json want = json_of(with(prompt));
+    const json got = json_of(with(prompt) + session);
     CHECK(got.at("tokens") == want.at("tokens"));
     CHECK(got.at("resumed_tokens") == resumed);
     CHECK(row_of(got).at("prompt_tokens") == row_of(want).at("prompt_tokens"));

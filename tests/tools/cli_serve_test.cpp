@@ -5,6 +5,7 @@
 
 #include "tests/support/catch.hpp"
 #include "tests/tools/cli_process.hpp"
+#include "tests/tools/cli_report.hpp"
 
 using nlohmann::json;
 using sluice::test::contains;
@@ -16,12 +17,7 @@ namespace {
 
 const std::string kServe = "bench serve --shape testbed --layers 2 --threads 2 --requests 6 ";
 
-json report_of(const std::string& arguments) {
-  const Outcome outcome = sluice::test::sluice(kServe + arguments + " -o json");
-  CAPTURE(arguments, outcome.err);
-  REQUIRE(outcome.code == 0);
-  return json::parse(outcome.out);
-}
+json report_of(const std::string& arguments) { return sluice::test::json_of(kServe + arguments); }
 
 json rows_of(const std::string& arguments) { return report_of(arguments).at("results").at("serve"); }
 

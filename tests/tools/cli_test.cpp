@@ -1,3 +1,4 @@
+// What every command has in common, and the first of each: run, doctor, policies and the benchmark of the CPU.
 #include <algorithm>
 #include <string>
 
@@ -17,7 +18,7 @@ using sluice::test::TemporaryDirectory;
 
 namespace {
 
-const std::string kRun = std::string("run --model '") + sluice::test::test_data() + "/testbed' --threads 2 ";
+const std::string kRun = "run " + sluice::test::testbed_model() + "--threads 2 ";
 
 std::size_t count_lines(const std::string& text) {
   return static_cast<std::size_t>(std::count(text.begin(), text.end(), '\n'));
@@ -36,16 +37,14 @@ TEST_CASE("help and version go to standard output and succeed", "[cli]") {
   }
 }
 
-TEST_CASE("doctor calls a machine that runs the tests usable", "[cli]") {
-  const Outcome outcome = sluice::test::sluice("doctor -o json");
-  CAPTURE(outcome.err);
-  REQUIRE(outcome.code == 0);
-  CHECK(outcome.err.empty());
-  CHECK(report_of(outcome.out, "doctor").at("usable") == true);
-}
-
-TEST_CASE("doctor recommends options that run takes", "[cli]") {
-  const json rows = report_of(sluice::test::sluice("doctor -o json").out, "doctor").at("results").at("recommended");
+TEST_CASE("doctor calls a machine that runs the tests usable, and recommends options that run takes", "[cli]") {
+  const Outcome doctor = sluice::test::sluice("doctor -o json");
+  CAPTURE(doctor.err);
+  REQUIRE(doctor.code == 0);
+  CHECK(doctor.err.empty());
+  const json report = report_of(doctor.out, "doctor");
+  CHECK(report.at("usable") == true);
+  const json rows = report.at("results").at("recommended");
   REQUIRE(rows.size() == 3);
   std::string options;
   for (const json& row : rows) {
@@ -55,8 +54,8 @@ TEST_CASE("doctor recommends options that run takes", "[cli]") {
     // Tests beside this one need the memory, too.
     options += (option.rfind("--host-size ", 0) == 0 ? "--host-size 64M" : option) + " ";
   }
-  const std::string run = "run --model '" + sluice::test::test_data() + "/testbed' ";
-  const Outcome outcome = sluice::test::sluice(run + options + "--prompt 'The sky is' --max-tokens 2");
+  const Outcome outcome =
+      sluice::test::sluice("run " + sluice::test::testbed_model() + options + "--prompt 'The sky is' --max-tokens 2");
   CAPTURE(options, outcome.err);
   REQUIRE(outcome.code == 0);
 }

@@ -21,8 +21,8 @@ using sluice::test::TemporaryDirectory;
 
 namespace {
 
-const std::string kRun = std::string("run --model '") + sluice::test::test_data() +
-                         "/testbed' --threads 2 --prompt 'The grass is green. The sky is' --max-tokens 6 ";
+const std::string kRun =
+    "run " + sluice::test::testbed_model() + "--threads 2 --prompt 'The grass is green. The sky is' --max-tokens 6 ";
 
 /// Spans by the name of their process.
 using Spans = std::map<std::string, std::vector<json>>;

@@ -8,6 +8,7 @@
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/tools/cli_process.hpp"
+#include "tests/tools/llama_failure.hpp"
 #include "tools/cli/text/message.hpp"
 #include "tools/cli/text/output.hpp"
 #include "tools/cli/text/progress_bar.hpp"
@@ -15,22 +16,9 @@
 
 using namespace sluice::tools;
 using sluice::test::contains;
+using sluice::test::failure_of;
 using sluice::test::read_file;
 using sluice::test::TemporaryDirectory;
-
-namespace {
-
-template <class Call>
-std::string message_of(const Call& call) {
-  try {
-    (void)call();
-  } catch (const sluice::Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
-}  // namespace
 
 TEST_CASE("sizes are binary and read back as written", "[cli]") {
   CHECK(parse_size("0", "-") == 0);
@@ -51,7 +39,7 @@ TEST_CASE("sizes are binary and read back as written", "[cli]") {
 TEST_CASE("what is no size, share or count is refused by the option's name", "[cli]") {
   for (const char* text : {"", "G", "-1", "1GG", "1 G", "0x10", "nan", "inf", "1e3", "99999999999G", "1..2", "."}) {
     CAPTURE(text);
-    CHECK(contains(message_of([&] { return parse_size(text, "--size"); }),
+    CHECK(contains(failure_of([&] { return parse_size(text, "--size"); }).message,
                    std::string("--size: cannot read '") + text + "'"));
   }
   for (const char* text : {"", "%", "101%", "1.01", "-1%", "ten", "1%%"}) {
@@ -81,7 +69,7 @@ TEST_CASE("numbers are decimal, exact and in range, or none", "[cli]") {
   for (const char* text : {"", "-", "+1", "-1", " 1", "1 ", "0x1", "1e2", "1.", "1..5K", "0.0001K", "4294967296",
                            "4194304K", "18446744073709551617", "1KB", "K", "1\n", "1,2"}) {
     CAPTURE(text);
-    CHECK(contains(message_of([&] { return parse_count(text, "--n"); }), "--n: cannot read '"));
+    CHECK(contains(failure_of([&] { return parse_count(text, "--n"); }).message, "--n: cannot read '"));
   }
   for (const char* text :
        {"", "nan", "inf", "-inf", "0x1p0", "+0.5", "0.5 ", "1e400", "1e-60", "1.5", "-0.5", "0.5K"}) {

@@ -23,6 +23,13 @@ std::vector<int> draw(const SamplerOptions& options, const std::vector<float>& l
   return tokens;
 }
 
+/// The tokens that are drawn of shares 0.2, 0.4, 0.1, 0.3.
+std::set<int> kept(std::uint32_t top_k, float top_p) {
+  const std::vector<float> logits = {std::log(0.2f), std::log(0.4f), std::log(0.1f), std::log(0.3f)};
+  const auto tokens = draw({.temperature = 1.f, .top_p = top_p, .top_k = top_k, .seed = 1}, logits, 2'000);
+  return {tokens.begin(), tokens.end()};
+}
+
 }  // namespace
 
 TEST_CASE("argmax takes the lowest of equals and never a NaN", "[llama][sampler]") {
@@ -69,29 +76,16 @@ TEST_CASE("draws follow the softmax at their temperature", "[llama][sampler]") {
 }
 
 TEST_CASE("top-p keeps the shortest prefix that holds its share", "[llama][sampler]") {
-  // Shares 0.4, 0.3, 0.2, 0.1 in mixed order.
-  const std::vector<float> logits = {std::log(0.2f), std::log(0.4f), std::log(0.1f), std::log(0.3f)};
-  const auto kept = [&](float top_p) {
-    const auto tokens = draw({.temperature = 1.f, .top_p = top_p, .seed = 1}, logits, 2'000);
-    return std::set<int>(tokens.begin(), tokens.end());
-  };
-  CHECK(kept(1e-6f) == std::set<int>{1});
-  CHECK(kept(0.39f) == std::set<int>{1});
-  CHECK(kept(0.5f) == std::set<int>{1, 3});
-  CHECK(kept(0.75f) == std::set<int>{0, 1, 3});
-  CHECK(kept(1.f) == std::set<int>{0, 1, 2, 3});
+  CHECK(kept(0, 1e-6f) == std::set<int>{1});
+  CHECK(kept(0, 0.39f) == std::set<int>{1});
+  CHECK(kept(0, 0.5f) == std::set<int>{1, 3});
+  CHECK(kept(0, 0.75f) == std::set<int>{0, 1, 3});
+  CHECK(kept(0, 1.f) == std::set<int>{0, 1, 2, 3});
 }
 
 TEST_CASE("top-k keeps so many of the likeliest tokens, and top-p counts among them", "[llama][sampler]") {
-  // Shares 0.4, 0.3, 0.2, 0.1 in mixed order.
-  const std::vector<float> logits = {std::log(0.2f), std::log(0.4f), std::log(0.1f), std::log(0.3f)};
-  const auto kept = [&](std::uint32_t top_k, float top_p) {
-    const auto tokens = draw({.temperature = 1.f, .top_p = top_p, .top_k = top_k, .seed = 1}, logits, 2'000);
-    return std::set<int>(tokens.begin(), tokens.end());
-  };
   CHECK(kept(1, 1.f) == std::set<int>{1});
   CHECK(kept(3, 1.f) == std::set<int>{0, 1, 3});
-  CHECK(kept(0, 1.f) == std::set<int>{0, 1, 2, 3});
   CHECK(kept(9, 1.f) == std::set<int>{0, 1, 2, 3});
   CHECK(kept(2, 0.5f) == std::set<int>{1});  // 0.4 of 0.7 is more than half
 }

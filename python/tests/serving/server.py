@@ -8,22 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import openai
 from small import DEVICE, HOST_MIB, KV
-
-DEADLINE_S = 120.0
-
-
-def wait_until(what: Callable[[], object], seconds: float = DEADLINE_S) -> None:
-    ends = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < ends, f"not within {seconds} s"
-        time.sleep(0.02)
+from waiting import DEADLINE_S, children, wait_until
 
 
 class Server:
@@ -77,8 +68,8 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return next(int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        return next(pid for pid in children(self.process.pid)
+                    if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-from server import DEADLINE_S
 from sluice.__main__ import main
 from sluice.errors import InvalidArgument
 from sluice.serving import model as serving_model
@@ -24,6 +23,7 @@ from sluice.serving.arguments import add_engine, option, settings_of, size
 from sluice.serving.command import api_key, listen, name_of
 from sluice.serving.talk import Progress, conversation
 from small import DEVICE, KV, Breaks, bare_model, expected, text_of, tokenizer
+from waiting import DEADLINE_S
 
 ARGUMENTS = ("--policy", "full", "--host-bytes", "8MiB", "--device", DEVICE, "--option", "threads=1", "--option",
              "pin_threads=false", "--option", "answer_timeout_ms=30000", "--temperature", "0", "--max-tokens", "12",

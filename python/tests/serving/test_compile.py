@@ -12,12 +12,13 @@ import transformers
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
 from small import DEVICE, KV, bare_model, expected, greedy, prompt_ids, run, tokenizer
-from test_windows import gemma2, gpt_oss
+from test_windows import gemma2, gpt_oss, model_of
 from torch._dynamo.utils import counters
 
-MODELS = {"llama": lambda: bare_model("llama"), "softcap": gemma2}
+# Of two layers, of which each is another one for the compiler: it takes seconds for a layer.
+MODELS = {"llama": lambda: model_of("Llama", num_hidden_layers=2), "softcap": lambda: gemma2(2)}
 if DEVICE == "cpu":
-    MODELS["sinks"] = gpt_oss
+    MODELS["sinks"] = lambda: gpt_oss(2)
 
 
 @pytest.fixture

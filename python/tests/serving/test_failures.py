@@ -12,21 +12,15 @@ from pathlib import Path
 
 import openai
 import pytest
-from server import DEADLINE_S, Server, wait_until
+from server import Server
 from sluice.__main__ import main
 from sluice.serving.arguments import CannotLoad
 from sluice.serving.load import load_loop, load_tokenizer
 from sluice.serving.process import EngineProcess, Settings
 from small import prompt_ids
+from waiting import DEADLINE_S, alive, wait_until
 
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_an_engine_that_is_silent_for_a_while_and_then_dies(start: Callable[..., Server]) -> None:

@@ -15,10 +15,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-from server import wait_until
 from sluice.serving import process
 from sluice.serving.process import Answers, EngineLost, EngineProcess, Ready, Settings
 from sluice.serving.requests import Event, Request, Sampling, Status
+from waiting import wait_until
 
 
 class Hopeless:

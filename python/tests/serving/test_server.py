@@ -12,8 +12,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from server import DEADLINE_S, Server, wait_until
+from server import Server
 from small import KV_BYTES, SHAPE, bare_model, expected, prompt_ids, text_of, tokenizer
+from waiting import DEADLINE_S, wait_until
 
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 

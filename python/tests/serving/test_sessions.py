@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import sluice
 import torch
-from server import DEADLINE_S
 from sluice.serving.loop import Loop
 from sluice.serving.sessions import locked
 from small import bare_model, tokenizer
 from test_command import ARGUMENTS, Done, answer_to, command, here  # noqa: F401: a fixture
+from waiting import DEADLINE_S
 
 PROMPT = "the cat sat on the mat and the dog ran " * 12
 PAGE = 16

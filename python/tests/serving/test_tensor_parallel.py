@@ -16,10 +16,11 @@ import pytest
 import ranks_program
 import torch
 import transformers
-from server import DEADLINE_S, Server, wait_until
+from server import Server
 from small import DEVICE, bare_model, expected, prompt_ids, text_of, tokenizer
 from test_command import ARGUMENTS, answer_to
 from test_windows import WINDOW, model_of
+from waiting import DEADLINE_S, alive, children, wait_until
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu" and torch.cuda.device_count() < 2, reason="one GPU")
 if "CI" not in os.environ:  # There it may not be missing.
@@ -37,16 +38,8 @@ def torchrun(*words: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def pid_of(server: Server, rank: int) -> int:
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    return next(int(pid) for pid in children
+    return next(pid for pid in children(server.process.pid)
                 if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_generate(tmp_path: Path) -> None:

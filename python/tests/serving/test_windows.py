@@ -16,8 +16,15 @@ from small import DEVICE, KV, KV_BYTES, SHAPE, Told, expected, greedy, prompt_id
 from transformers import PreTrainedModel
 
 WINDOW = 16
-MIXED = {"sliding_window": WINDOW, "num_hidden_layers": 4,
-         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}
+
+
+def mixed(layers: int = 4) -> dict[str, object]:
+    """Every other layer has a window."""
+    return {"sliding_window": WINDOW, "num_hidden_layers": layers,
+            "layer_types": ["sliding_attention", "full_attention"] * (layers // 2)}
+
+
+MIXED = mixed()
 LENGTHS = (1, 15, 16, 17, 33, 64, 130)  # Up to eight windows; prompts are read 64 tokens at a time.
 
 
@@ -30,16 +37,16 @@ def model_of(name: str, config_name: str | None = None, **changes: object) -> Pr
     return model
 
 
-def gpt_oss() -> PreTrainedModel:
-    model = model_of("GptOss", **MIXED, num_local_experts=4, num_experts_per_tok=2)
+def gpt_oss(layers: int = 4) -> PreTrainedModel:
+    model = model_of("GptOss", **mixed(layers), num_local_experts=4, num_experts_per_tok=2)
     for layer, block in enumerate(model.model.layers):
         # Large enough to take half of the attention, and another one for each head.
         block.self_attn.sinks.data = torch.tensor([0.0, 1.0, 2.0, 3.0]) + layer
     return model
 
 
-def gemma2() -> PreTrainedModel:
-    model = model_of("Gemma2", **MIXED, attn_logit_softcapping=3.0, final_logit_softcapping=None,
+def gemma2(layers: int = 4) -> PreTrainedModel:
+    model = model_of("Gemma2", **mixed(layers), attn_logit_softcapping=3.0, final_logit_softcapping=None,
                      query_pre_attn_scalar=16, tie_word_embeddings=False)
     model.set_attn_implementation("eager")  # sdpa has no soft-cap, and leaves it out.
     return model

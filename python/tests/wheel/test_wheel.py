@@ -36,10 +36,13 @@ def run(*command: object, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without the CUDA device, which takes long to compile and has the same files; nothing comes from the network."""
+    """Without the CUDA device, which takes long to compile and has the same files; nothing comes from the network. What
+    the compiler is told is what it is told in build/release, from a folder as deep, so that ccache has it all."""
     folder = tmp_path_factory.mktemp("wheel")
+    settings = (f"build-dir={ROOT / 'build/wheel'}", "cmake.define.SLUICE_CUDA=OFF", "cmake.define.SLUICE_WERROR=ON")
     run(sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", folder,
-        "--config-settings", "cmake.define.SLUICE_CUDA=OFF", ROOT / "python", PYTHONPATH=os.environ["SLUICE_TEST_BUILD"])
+        *(word for setting in settings for word in ("--config-settings", setting)), ROOT / "python",
+        PYTHONPATH=os.environ["SLUICE_TEST_BUILD"], CC=os.environ["SLUICE_TEST_CC"], CXX=os.environ["SLUICE_TEST_CXX"])
     made = list(folder.iterdir())
     assert len(made) == 1
     return made[0]
@@ -47,11 +50,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an environment that has the wheel alone."""
+    """Of an environment that has the wheel alone, not even pip."""
     folder = tmp_path_factory.mktemp("clean") / "venv"
-    venv.create(folder, with_pip=True)
-    run(folder / "bin/python", "-m", "pip", "install", "--no-index", "--no-deps", wheel)
-    return folder / "bin/python"
+    venv.create(folder)
+    made = folder / "bin/python"
+    run(sys.executable, "-m", "pip", "--python", made, "install", "--no-index", "--no-deps", wheel)
+    return made
 
 
 def test_what_is_in_it(wheel: Path) -> None:
