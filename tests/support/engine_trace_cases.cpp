@@ -200,12 +200,12 @@ TEST_CASE("threads that have nothing to choose for help one that has, and it cho
           "[engine][shared_calls]") {
   using namespace policies;
   constexpr AttentionShape kOne{.layers = 2, .q_heads = 4, .kv_heads = 1, .head_dim = 64};
-  constexpr std::uint32_t kPrompt = 3'000;
+  constexpr std::uint32_t kPrompt = 4'500;
   const EngineRig rig = engine_rig();
   const Story story(kOne, kPrompt + 200, 96);
-  EngineOptions options = traced(plain::options_for(rig, 1, 250, 0));
+  EngineOptions options = traced(plain::options_for(rig, 1, 300, 0));
   options.shape = kOne;
-  options.host_bytes = 250 * block_bytes(options);
+  options.host_bytes = 300 * block_bytes(options);
   options.largest.unbounded = true;
   options.cpu_sequences = 1;
   const auto tell = [&](std::uint32_t threads) {
