@@ -7,6 +7,8 @@
 #include "runtime/far/mailbox.hpp"
 #include "tests/runtime/comes.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/errors.hpp"
+#include "tests/support/no_threads.hpp"
 
 using namespace sluice;
 using namespace sluice::runtime;
@@ -61,4 +63,10 @@ TEST_CASE("an answer that does not come in time opens the gate, once it is asked
     REQUIRE(gate(mailbox) == ForwardGate::closed(2 * forward + 1));
     std::atomic_ref(mailbox.outcome.forward).store(forward);
   }
+}
+
+TEST_CASE("a watchdog that gets no thread is out of capacity", "[watchdog]") {
+  ForwardMailbox mailbox{};
+  const test::NoThreads none;
+  REQUIRE(test::code_of([&] { return AnswerWatchdog(mailbox, 100ms), 0; }) == Errc::out_of_capacity);
 }

@@ -29,9 +29,7 @@ TEST_CASE("top-k ranks ties by position and NaN below every number", "[topk]") {
   std::fill_n(step.kv.k.begin() + 6 * kDim, kDim, std::numeric_limits<float>::quiet_NaN());
   std::fill_n(step.q.begin(), kDim, 1.f);
   const FakeNear near(200, 4, 0);
-  SelectionRow row;
-  step.policy->select({.kv_head = 0, .tokens = 200, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, row,
-                      step.bypass, step.counters);
+  const SelectionRow row = select(*step.policy, step.kv, 200, step.q, near.set).row;
   REQUIRE(attended_by(row, 0) == std::vector<std::uint32_t>{4, 5, 7, 8, 9});
 }
 
