@@ -5,13 +5,14 @@
 #include <thread>
 
 #include "runtime/far/mailbox.hpp"
-#include "sluice/run_clock.hpp"
+#include "tests/runtime/comes.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/errors.hpp"
 #include "tests/support/no_threads.hpp"
 
 using namespace sluice;
 using namespace sluice::runtime;
+using namespace sluice::test;
 using namespace std::chrono_literals;
 
 namespace {
@@ -23,12 +24,6 @@ void ask(ForwardMailbox& mailbox, std::uint64_t asked) {
 }
 
 std::uint64_t gate(const ForwardMailbox& mailbox) { return look(mailbox.gate.word); }
-
-bool comes(const ForwardMailbox& mailbox, std::uint64_t word) {
-  const Deadline deadline = deadline_after(60s);
-  while (gate(mailbox) != word && RunClock::now() < deadline) std::this_thread::sleep_for(1ms);
-  return gate(mailbox) == word;
-}
 
 }  // namespace
 
@@ -57,7 +52,7 @@ TEST_CASE("an answer that does not come in time opens the gate, once it is asked
     const auto begin = Clock::now();
     ask(mailbox, 2 * forward);
     watchdog.wake(forward);
-    REQUIRE(comes(mailbox, ForwardGate::given_up(2 * forward)));
+    REQUIRE(comes([&] { return gate(mailbox) == ForwardGate::given_up(2 * forward); }));
     REQUIRE(Clock::now() - begin >= 100ms);
     open_gate(mailbox, 2 * forward);  // Too late.
     REQUIRE(gate(mailbox) == ForwardGate::given_up(2 * forward));
