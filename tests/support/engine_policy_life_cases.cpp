@@ -21,19 +21,19 @@ TEST_CASE("policies choose and learn the same however late threads are, and agai
     CAPTURE(seed);
     EngineOptions options = options_for(rig, 1, seed % 2 == 0 ? 0 : 20);
     options.threads = 1 + seed;
-    options.answer_timeout = 300ms;
+    options.answer_timeout = 100ms;
     std::atomic<std::uint32_t> parts{0};
     std::atomic<std::uint32_t> stall{kNone};
     options.before_answer = [&] {
       const std::uint32_t part = parts.fetch_add(1);
       if (seed != 0 && part % 7 == seed) std::this_thread::sleep_for(200us);
-      while (part == stall.load()) std::this_thread::sleep_for(1ms);  // Until the device has given up.
+      if (part == stall.load()) std::this_thread::sleep_for(700ms);  // The device gives up, on a busy machine, too.
     };
     Engine engine(options, rig.device);
     Teller teller{.story = &story, .id = engine.begin(parse_policy(policy))};
     prefill(engine, rig, teller, 150);
     for (std::uint32_t step = 0; step < 40; ++step) {
-      if (seed != 0 && step % 9 == seed) {
+      if (seed != 0 && step % 18 == seed) {
         stall.store(parts.load() + seed);
         REQUIRE(code_of([&] { (void)decode(engine, rig, teller); }) == Errc::device);
         stall.store(kNone);
