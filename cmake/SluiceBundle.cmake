@@ -7,6 +7,7 @@
 target_link_options(sluice PRIVATE -Wl,--disable-new-dtags)
 set_target_properties(sluice PROPERTIES INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
 install(TARGETS sluice RUNTIME_DEPENDENCY_SET sluice_libraries RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+add_dependencies(sluice_installed sluice)
 include(SluiceSystemLibraries)
 install(RUNTIME_DEPENDENCY_SET sluice_libraries
   PRE_EXCLUDE_REGEXES ${system_libraries}

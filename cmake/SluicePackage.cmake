@@ -5,6 +5,7 @@ include(CMakePackageConfigHelpers)
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/sluice)
 
 if(SLUICE_BUILD_SHARED)
+  add_dependencies(sluice_installed sluice_c)
   install(TARGETS sluice_c EXPORT sluice_library
     LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT library NAMELINK_COMPONENT library)
   install(EXPORT sluice_library NAMESPACE sluice:: FILE sluiceLibrary.cmake DESTINATION ${package_dir}
@@ -24,6 +25,7 @@ if(SLUICE_WITH_CUDA)
 endif()
 foreach(library IN LISTS libraries)
   set_target_properties(sluice_${library} PROPERTIES EXPORT_NAME ${library})
+  add_dependencies(sluice_installed sluice_${library})
   install(TARGETS sluice_${library} EXPORT sluice_runtime
     ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT development)
 endforeach()

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -64,6 +65,10 @@ class KvReader {
   /// own float32 rows, with the kernels that score keys.
   virtual void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count,
                           float* out) = 0;
+  /// Calls work(i) for each i < `count`, once, perhaps on several threads at once: much work that is the policy's own.
+  virtual void each(std::uint32_t count, const std::function<void(std::uint32_t)>& work) {
+    for (std::uint32_t i = 0; i < count; ++i) work(i);
+  }
 };
 
 /// The prompt of one KV head, when the first decode step begins.

@@ -78,7 +78,8 @@ missing_packages() {
 # Prints what precedes a command that needs root; fails with the remedy if there is no way to become root.
 root_prefix() {
   [[ "$(id -u)" -eq 0 ]] && return
-  have sudo || fail "root is needed once; as root, run: apt-get install $*"
+  have sudo || fail "root is needed once; as root, run:" \
+    "apt-get update && apt-get install --no-install-recommends $*"
   # Without a terminal nobody can type a password: better to fail than to hang.
   if [[ -t 0 ]]; then echo sudo; else echo sudo -n; fi
 }

@@ -93,7 +93,7 @@ picture() {
 ask() {
   local prompt=$1 expected=$2 policy answer verdict tokens near far found=1
   : >"$work/pictured"
-  printf '\n  %-10s %-10s %7s %17s %12s %12s\n' policy answer "" "tokens attended" "near bytes" "far bytes"
+  printf '\n  %-10s %-12s %7s %17s %12s %12s\n' policy answer "" "tokens attended" "near bytes" "far bytes"
   for policy in "${kPolicies[@]}"; do
     "$kSluice" run --model "$kModel" --prompt-file "$prompt" --policy "$policy" --max-tokens $kAnswerTokens \
       --decode-prompt $kQuestionTokens --seed 0 --timeout $kTimeoutSeconds \
@@ -102,7 +102,7 @@ ask() {
     answer=${answer# }
     read -r tokens near far <<<"$(shares "$work/shares.csv")"
     if [[ "$answer" == "$expected" ]]; then verdict=right; else verdict=wrong; fi
-    printf '  %-10s %-10s %7s %17s %12s %12s\n' "$policy" "$answer" "$verdict" "$tokens" "$near" "$far"
+    printf '  %-10s %-12s %7s %17s %12s %12s\n' "$policy" "$answer" "$verdict" "$tokens" "$near" "$far"
     printf '%s %s %s\n' "$policy" "$near" "$far" >>"$work/pictured"
     if [[ "$policy" == sluice && "$verdict" == wrong ]]; then found=0; fi
   done
@@ -127,7 +127,8 @@ printf '\n%s pairs of key and value, %s tokens. "get %s": it is %s.\n' \
   "$(grep -c '^set ' "$work/pairs.txt")" "$(wc -c <"$work/pairs.txt")" "$asked_key" "$asked_value"
 ask "$work/pairs.txt" "$asked_value" || status=1
 
-printf '\nTokens and bytes are shares of what dense attention reads. near: device memory, far: host memory.\n'
+printf '\nTokens and bytes are shares of what dense attention reads. far: host memory; near: device memory, also of the\n'
+printf '4-bit copies of keys by which `sluice` chooses. Without a GPU both are memory of this machine.\n'
 cat <<TEXT
 
 What to try next, with ${kSluice#"$PWD"/}:

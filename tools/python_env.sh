@@ -42,24 +42,29 @@ sys.exit(any(found.get(plain(name), "").partition("+")[0] != version for name, v
 PYTHON
 }
 
-# A Python of 3.10 or later that can make environments.
+# A Python of 3.11 or later, which the pins are for, that can make environments.
 find_python() {
   local python
   for python in python3 /usr/bin/python3; do
-    if "$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    if "$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       echo "$python"
       return
     fi
   done
-  fail "found no Python 3.10 or later with venv; on Debian and Ubuntu, as root: apt-get install python3-venv"
+  fail "found no Python 3.11 or later with venv, which the pinned versions need; on Debian 12 and Ubuntu 24.04, as root:" \
+    "apt-get install python3-venv. The package itself takes Python 3.10, as Ubuntu 22.04 has it"
 }
 
 # install PYTHON ARGUMENT...: pip install, with a deadline.
 install() {
-  local python=$1 seconds=${SLUICE_PIP_SECONDS:-1800}
+  local python=$1 seconds=${SLUICE_PIP_SECONDS:-1800} code=0
   shift
-  timeout "$seconds" "$python" -m pip --disable-pip-version-check --no-input install --quiet "$@" </dev/null ||
-    fail "pip could not install $* within $seconds s, see above; it needs PyPI, or an index that PIP_INDEX_URL names"
+  timeout "$seconds" "$python" -m pip --disable-pip-version-check --no-input install --quiet "$@" </dev/null || code=$?
+  case $code in
+    0) ;;
+    124) fail "pip did not install $* within $seconds s; SLUICE_PIP_SECONDS gives it more" ;;
+    *) fail "pip could not install $*, see above; it needs PyPI, or an index that PIP_INDEX_URL names" ;;
+  esac
 }
 
 # replace NEW OLD: by two renames.

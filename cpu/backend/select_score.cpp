@@ -6,6 +6,7 @@
 #include "cpu/backend/backend.hpp"
 #include "cpu/backend/row_list.hpp"
 #include "cpu/backend/verbs.hpp"
+#include "sluice/top_k.hpp"
 
 namespace sluice::cpu {
 namespace {

@@ -120,9 +120,6 @@ class Scratch {
 /// Folds `part` into `whole`, row by row, by the merge algebra.
 void merge_into(const Partial& whole, const Partial& part, std::uint32_t rows, std::uint32_t head_dim) noexcept;
 
-/// The largest min(k, count) of `values`, as TopKTask orders them, to `out`; returns how many.
-std::uint32_t select_top_k(const float* values, std::uint32_t count, std::uint32_t k, std::uint32_t* out);
-
 /// Marks what `task` keeps in its mask; returns how many.
 std::uint32_t select_top_p(const Kernels& kernels, const TopPTask& task);
 

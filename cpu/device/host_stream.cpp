@@ -57,8 +57,8 @@ HostStream::HostStream(const HostStreamOptions& options, std::shared_ptr<FaultIn
   try {
     thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });
   } catch (const std::system_error& error) {
-    throw Error(Errc::device, "stream '" + options_.name + "' gets no thread (" + error.what() +
-                                  "); raise the process's thread limit or create fewer streams");
+    throw Error(Errc::out_of_capacity, "stream '" + options_.name + "' gets no thread (" + error.what() +
+                                           "); raise the limit (ulimit -u, pids.max) or create fewer streams");
   }
   (void)::pthread_setname_np(thread_.native_handle(), options_.name.substr(0, 15).c_str());
 }

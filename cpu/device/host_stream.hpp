@@ -34,7 +34,7 @@ struct HostStreamOptions {
 /// operation that runs, if it is not a wait, and drops the rest: dropped events and flags fail.
 class HostStream final : public Stream {
  public:
-  /// @throws Error{Errc::device} if the system has no thread left.
+  /// @throws Error{Errc::out_of_capacity} if the system has no thread left.
   HostStream(const HostStreamOptions& options, std::shared_ptr<FaultInjector> injector);
   ~HostStream() override = default;
 

@@ -6,6 +6,7 @@
 #include "cpu/backend/verbs.hpp"
 #include "cpu/forward/forward_layer.hpp"
 #include "sluice/forward_tasks.hpp"
+#include "sluice/top_k.hpp"
 
 namespace sluice::cpu {
 namespace {

@@ -112,7 +112,7 @@ Team::Team(Options options) : state_(std::make_shared<State>(std::move(options))
     state_->stop();
     threads_.clear();
     throw Error(Errc::out_of_capacity, std::string("the system has no thread left (") + error.what() +
-                                           "); use fewer threads or raise the limit (ulimit -u)");
+                                           "); use fewer threads or raise the limit (ulimit -u, pids.max)");
   }
 }
 

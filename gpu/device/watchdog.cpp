@@ -49,8 +49,8 @@ void Watchdog::start() {
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& error) {
-    throw Error(Errc::device, std::string("CUDA device: no thread to watch over waits (") + error.what() +
-                                  "); raise the process's thread limit");
+    throw Error(Errc::out_of_capacity, std::string("CUDA device: no thread to watch over waits (") + error.what() +
+                                           "); raise the limit (ulimit -u, pids.max)");
   }
   (void)::pthread_setname_np(thread_.native_handle(), "sluice-watchdog");
 }

@@ -52,8 +52,8 @@ class Watchdog {
   Watchdog& operator=(const Watchdog&) = delete;
 
   [[nodiscard]] std::chrono::milliseconds timeout() const noexcept { return timeout_; }
-  /// Watches one wait; call before the stream can get there.  @throws Error{Errc::device} if no thread can be had for
-  /// it
+  /// Watches one wait; call before the stream can get there.  @throws Error{Errc::out_of_capacity} if there is no
+  /// thread to be had for it
   [[nodiscard]] std::shared_ptr<FlagWait> watch(const Flag& flag, std::uint64_t value, const FlagWait::Place& place);
   /// The verdict, after a look at the flag if there was none yet.
   FlagWait::Verdict look(FlagWait& wait);

@@ -9,7 +9,7 @@ namespace sluice {
 /// What went wrong, for code that reacts. The message is for people: it names the cause and the remedy.
 enum class Errc {
   invalid_argument,  ///< An option, shape or call order breaks its documented range; the message names it.
-  out_of_capacity,   ///< A pool sized at construction is full. Nothing was changed.
+  out_of_capacity,   ///< A pool sized at construction is full, or this process gets no more memory or threads.
   unsupported,       ///< Valid, but this build or device has no kernel for it.
   not_found,         ///< No such sequence, file or name.
   corrupt,           ///< A file contradicts itself or its companion (truncated, lying header, wrong shape).

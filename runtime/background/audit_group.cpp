@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "cpu/backend/verbs.hpp"
+#include "sluice/top_k.hpp"
 
 namespace sluice::runtime {
 namespace {
@@ -45,7 +46,7 @@ class Head {
     std::vector<float> row(of_.tokens);
     for (std::uint32_t t = 0; t < of_.tokens; ++t) row[t] = of_.scores[std::size_t{t} * of_.group + head_];
     std::vector<std::uint32_t> best(std::min(AuditReport::top_k, of_.tokens));
-    best.resize(cpu::select_top_k(row.data(), of_.tokens, AuditReport::top_k, best.data()));
+    best.resize(select_top_k(row.data(), of_.tokens, AuditReport::top_k, best.data()));
     const auto hits = std::ranges::count_if(best, [&](std::uint32_t t) { return attended(t); });
     return best.empty() ? 1.0 : static_cast<double>(hits) / static_cast<double>(best.size());
   }

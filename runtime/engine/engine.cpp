@@ -271,6 +271,7 @@ AuditReport Engine::audit(SequenceId sequence) const {
 std::uint32_t Engine::tokens(SequenceId id) const { return impl_->at(id).tokens; }
 
 EngineMemoryUse Engine::memory() const noexcept {
+  impl_->release_late();
   EngineMemoryUse use = impl_->memory.use();
   use.partials = impl_->far.bytes() + impl_->far_notes.bytes();
   use.policies = impl_->policy_bytes();

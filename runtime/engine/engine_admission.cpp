@@ -75,6 +75,7 @@ SequenceMemoryUse Engine::Impl::use_of(const Sequence& sequence) {
 }
 
 bool Engine::can_admit(std::uint32_t tokens) const noexcept {
+  impl_->release_late();
   return !impl_->free_lists.empty() && tokens <= impl_->memory.largest().largest.max_tokens &&
          impl_->memory.stacks().blocks(impl_->pages_of(tokens)) <= impl_->table.free() + impl_->table.idle();
 }

@@ -51,6 +51,7 @@ void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView&
       throw Error(Errc::invalid_argument, "import_prefix: forward " + text(programs.newest().forward) +
                                               " is under way; finish or cancel it first");
     std::vector<Wanted> wanted{{.sequence = &sequence, .item = {.sequence = id, .tokens = k.tokens, .prefill = true}}};
+    release_late();
     require_room(wanted, bucket.max_tokens);
     importing = send(std::move(wanted), bucket, stream, q.tokens);
     importing_queries = q.tokens;

@@ -29,8 +29,8 @@ AnswerWatchdog::AnswerWatchdog(ForwardMailbox& mailbox, std::chrono::millisecond
   try {
     thread_ = std::jthread([this](const std::stop_token& stop) { work(stop); });
   } catch (const std::system_error& error) {
-    throw Error(Errc::device, std::string("the system has no thread left to watch answers: ") + error.what() +
-                                  "; raise `ulimit -u`, or use Handover::device");
+    throw Error(Errc::out_of_capacity, std::string("the system has no thread left to watch answers: ") + error.what() +
+                                           "; raise the limit (ulimit -u, pids.max), or use Handover::device");
   }
 }
 

@@ -21,7 +21,7 @@ void open_gate(ForwardMailbox& mailbox, std::uint64_t asked) noexcept;
 class AnswerWatchdog {
  public:
   /// The mailbox must outlive it.
-  /// @throws Error{Errc::device} if the system has no thread left.
+  /// @throws Error{Errc::out_of_capacity} if the system has no thread left.
   AnswerWatchdog(ForwardMailbox& mailbox, std::chrono::milliseconds timeout);
   AnswerWatchdog(const AnswerWatchdog&) = delete;
   AnswerWatchdog& operator=(const AnswerWatchdog&) = delete;

@@ -29,7 +29,8 @@ FarChoice::FarChoice(const ForwardMemory& memory, const cpu::Kernels& kernels, s
     : memory_(memory),
       kernels_(kernels),
       timeout_(timeout),
-      lists_(std::uint64_t{memory.largest.decode_rows} * memory.shape.kv_heads) {
+      lists_(std::uint64_t{memory.largest.decode_rows} * memory.shape.kv_heads),
+      calls_(lists_.size()) {
   failures_.reserve(kMostForwards);  // What fails for want of memory must be known all the same.
 }
 
@@ -153,7 +154,8 @@ void FarChoice::choose_for(const FarQuestion& question, const Place& place, Chos
                               .kv_head = place.kv_head,
                               .row = row,
                               .q = memory_.far_q + first * memory_.shape.head_dim,
-                              .timeout = timeout_};
+                              .timeout = timeout_,
+                              .caller = {.calls = &calls_, .caller = list_of(place), .question = question}};
   const std::size_t own = m.own_group();  // The first row's.
   if (row.page_picks != 0) {
     asked.ranked_pages = {m.ranked_of(list_of(place), true), own * row.page_picks};

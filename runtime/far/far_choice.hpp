@@ -11,20 +11,13 @@
 
 #include "cpu/kernels/kernels.hpp"
 #include "runtime/background/forward_audit.hpp"
+#include "runtime/far/far_question.hpp"
 #include "runtime/far/sequence_policy.hpp"
+#include "runtime/far/shared_calls.hpp"
 #include "scheduler/heap_bytes.hpp"
 #include "sluice/forward_memory.hpp"
 
 namespace sluice::runtime {
-
-/// What the device asks.
-struct FarQuestion {
-  std::uint64_t asked = 0;
-  std::uint64_t forward = 0;
-  std::uint32_t layer = 0;
-  std::uint32_t drafts = 1;  ///< of each team, see ForwardMemory::teams
-  std::uint32_t lists = 0;   ///< of far rows
-};
 
 /// A row of a forward that the policy of its sequence chooses for, in layers that are not dense.
 struct ChoosingRow {
@@ -80,6 +73,8 @@ class FarChoice {
   /// Item `item` of the choices that a question wants: the list that it is for. What cannot be chosen is not a number.
   /// For every item once, while the question stands; its count of far rows is then that of the list.
   std::uint32_t choose(const FarQuestion& question, std::uint32_t item) noexcept;
+  /// What those that choose, a caller for each list, share with threads that have nothing to choose for.
+  [[nodiscard]] SharedCalls& calls() noexcept { return calls_; }
   /// Whether a policy chooses for this list. While the question stands.
   [[nodiscard]] bool chooses(const FarQuestion& question, std::uint32_t list) const noexcept;
   /// The list that was chosen for, or null. While the question stands.
@@ -160,6 +155,7 @@ class FarChoice {
   };
   std::array<Rows, kMostForwards> rows_;  ///< by forward % kMostForwards
   std::vector<ChosenList> lists_;         ///< [decode_rows, kv_heads]
+  SharedCalls calls_;                     ///< likewise
   std::atomic<bool> used_{false};         ///< there has been a row
   std::atomic<std::uint64_t> far_tokens_{0};
   std::atomic<std::uint64_t> fetched_{0};

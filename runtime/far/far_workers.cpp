@@ -37,8 +37,8 @@ FarWorkers::FarWorkers(const ForwardMemory& memory, FarChoice& choice, FarNotes&
     for (std::uint32_t i = 0; i < most_; ++i) threads_.add([this, i](const std::stop_token& stop) { work(i, stop); });
     if (options.jobs) threads_.add([this](const std::stop_token& stop) { work_for_jobs(stop); });
   } catch (const std::system_error& error) {
-    throw Error(Errc::device, std::string("the system has no thread left for the far part: ") + error.what() +
-                                  "; ask for fewer threads or raise `ulimit -u`");
+    throw Error(Errc::out_of_capacity, std::string("the system has no thread left for the far part: ") + error.what() +
+                                           "; use fewer threads or raise the limit (ulimit -u, pids.max)");
   }
 }
 
@@ -62,6 +62,8 @@ void FarWorkers::settle_in() noexcept {
     spins_.store(cores_.topology().cores() > kMostThatNap && active < share.cores, std::memory_order_relaxed);
     active_.store(active, std::memory_order_relaxed);
     generation_ = generation;
+    { const std::lock_guard lock(mutex_); }  // Who has looked just before waits by now.
+    resettled_.notify_all();
   } catch (const std::bad_alloc&) {
     // As before: the next plan tries again.
   }
@@ -123,20 +125,24 @@ void FarWorkers::sleep(std::uint32_t thread, std::uint64_t seen, const std::stop
 void FarWorkers::stand_aside(std::uint32_t thread, std::uint64_t seen, Presence& presence,
                              const std::stop_token& stop) {
   presence.stand_aside(Clock::now());  // Where too many do so, nothing counts that was before.
-  if (aside_.fetch_add(1, std::memory_order_relaxed) < active() / 2) {
-    std::mutex mutex;  // Of nobody else: what wakes the others is no reason to come back.
-    std::unique_lock lock(mutex);
-    std::condition_variable_any over;
-    for (bool reliable = false; !reliable && !stop.stop_requested();) {
-      (void)over.wait_until(lock, stop, presence.until(), [] { return false; });
-      if (!under_way()) {  // Nothing spins between plans.
-        aside_.fetch_sub(1, std::memory_order_relaxed);
-        sleep(thread, seen, stop);
-        aside_.fetch_add(1, std::memory_order_relaxed);
-      }
-      reliable = keeps_core(presence, stop);
-      if (!reliable) presence.stand_aside(Clock::now());
+  std::unique_lock lock(mutex_);
+  if (aside() >= active() / 2) return;
+  aside_.fetch_add(1, std::memory_order_relaxed);
+  const auto needed = [&] { return thread >= active() || aside() > active() / 2; };
+  for (bool reliable = false; !reliable && !stop.stop_requested();) {
+    if (resettled_.wait_until(lock, stop, presence.until(), needed)) break;
+    if (!under_way()) {  // Nothing spins between plans.
+      aside_.fetch_sub(1, std::memory_order_relaxed);
+      lock.unlock();
+      sleep(thread, seen, stop);
+      lock.lock();
+      aside_.fetch_add(1, std::memory_order_relaxed);
+      if (needed()) break;
     }
+    lock.unlock();
+    reliable = keeps_core(presence, options_.times_taken, stop);
+    if (!reliable) presence.stand_aside(Clock::now());
+    lock.lock();
   }
   aside_.fetch_sub(1, std::memory_order_relaxed);
 }
@@ -150,7 +156,7 @@ void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
   std::uint32_t pu = kNone;
   Clock::time_point heard = Clock::now();
   Clock::time_point counted = heard;
-  Presence presence(times_taken());
+  Presence presence(options_.times_taken());
   for (bool watched = false; !stop.stop_requested();) {
     if (presence.unreliable()) stand_aside(thread, seen, presence, stop);
     const bool watches = std::exchange(watched, false);
@@ -177,7 +183,7 @@ void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
       heard = Clock::now();
     } else if (const auto now = Clock::now(); spins() && now - heard < kSpin) {
       presence.look(now, watches);
-      if (now - counted > kCount) presence.taken(times_taken(), counted = now);
+      if (now - counted > kCount) presence.taken(options_.times_taken(), counted = now);
       watched = true;
       for (int i = 0; i < 4; ++i) cpu::relax();
     } else {
@@ -259,8 +265,26 @@ void FarWorkers::attend_parts(const FarQuestion& question, std::uint32_t thread)
   }
 }
 
-bool FarWorkers::await_more(std::uint64_t asked, std::uint64_t opened, const std::stop_token& stop) const {
-  const auto more = [&] { return parts_.opened() != opened || all_open(asked); };
+void FarWorkers::help_to_choose(const FarQuestion& question, std::uint32_t thread) {
+  std::uint32_t list = FarParts::first_list(question, thread, active());
+  for (std::uint32_t seen = 0; seen < question.lists; ++seen, list = list + 1 == question.lists ? 0 : list + 1) {
+    while (SharedCalls::Claim claim = choice_.calls().claim(list)) {
+      do_piece(claim.question(), Stage::choose_far, thread, [&] {
+        claim.run();
+        // The call, and what is written down of it, stand until its last piece is finished: one is always left.
+        while (const SharedCalls::Claim next = choice_.calls().claim(list)) {
+          claim.finish();
+          claim = next;
+          claim.run();
+        }
+      });
+      claim.finish();
+    }
+  }
+}
+
+bool FarWorkers::await_more(std::uint64_t asked, const Offers& before, const std::stop_token& stop) const {
+  const auto more = [&] { return offers() != before || all_open(asked); };
   if (spins() ? cpu::spin_until(more) : more()) return true;
   const Deadline deadline = deadline_after(options_.timeout);
   while (!(spins() ? cpu::spin_until(more) : more())) {
@@ -282,11 +306,12 @@ void FarWorkers::answer(std::uint64_t asked, std::uint32_t thread, const std::st
   if (items == kNone) return;
   open_lists(question, items, thread);
   while (true) {
-    // Looked at first: what opens while this thread attends is there for it to find.
-    const std::uint64_t opened = parts_.opened();
+    // Looked at first: what comes while this thread works is there for it to find.
+    const Offers before = offers();
     const bool all = all_open(asked);
     attend_parts(question, thread);
-    if (all || !await_more(asked, opened, stop)) return;
+    if (items > 1) help_to_choose(question, thread);
+    if (all || !await_more(asked, before, stop)) return;
   }
 }
 

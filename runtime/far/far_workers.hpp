@@ -31,6 +31,7 @@ struct FarWorkersOptions {
   bool jobs = false;                         ///< one thread more, for these alone: they go on beside forwards
   std::chrono::milliseconds timeout{1'000};  ///< of one thread's waits for another that chooses
   std::function<void()> before_answer{};     ///< see EngineOptions
+  std::function<std::uint64_t()> times_taken = runtime::times_taken;  ///< what the system says of the calling thread
 };
 
 /// Threads that answer the device's questions: policies choose, where there are some, and far rows are attended in
@@ -45,7 +46,7 @@ struct FarWorkersOptions {
 class FarWorkers {
  public:
   /// `memory` is copied; what it points to must outlive this, and so must `choice` and `notes`.
-  /// @throws Error{Errc::device} if the system has no thread left.
+  /// @throws Error{Errc::out_of_capacity} if the system has no thread left.
   FarWorkers(const ForwardMemory& memory, FarChoice& choice, FarNotes& notes, const FarWorkersOptions& options,
              cpu::CoreShares::Lease cores);
   FarWorkers(const FarWorkers&) = delete;
@@ -93,7 +94,8 @@ class FarWorkers {
     return thread != 0 && jobs_.any() && helping_.load(std::memory_order_relaxed) < most_helpers();
   }
   void help() noexcept;
-  /// The thread does nothing until it can be relied on again, unless too many do so.
+  /// The thread does nothing until it can be relied on again, unless too many do so: as many as may then come back, too,
+  /// when fewer are active.
   void stand_aside(std::uint32_t thread, std::uint64_t seen, Presence& presence, const std::stop_token& stop);
   /// Until there may be a question newer than `seen`.
   void sleep(std::uint32_t thread, std::uint64_t seen, const std::stop_token& stop);
@@ -101,14 +103,25 @@ class FarWorkers {
   /// Opens lists, claiming one after the other, until none is left: those that are as the device has them, then one for
   /// each choice.
   void open_lists(const FarQuestion& question, std::uint32_t items, std::uint32_t thread);
+  /// Does pieces of others' choices until none is left.
+  void help_to_choose(const FarQuestion& question, std::uint32_t thread);
   /// Attends parts of lists that are open until none is left.
   void attend_parts(const FarQuestion& question, std::uint32_t thread);
   [[nodiscard]] bool all_open(std::uint64_t asked) const noexcept {
     return open_.load(std::memory_order_acquire) >= asked;
   }
-  /// Until there is more to attend than there was when `opened` lists were open, or there will not be. False: a thread
-  /// that has begun to choose does not come back. Should it after all, what is left of the question is its own.
-  [[nodiscard]] bool await_more(std::uint64_t asked, std::uint64_t opened, const std::stop_token& stop) const;
+  /// What there has been to do besides choosing: another one whenever there may be more.
+  struct Offers {
+    std::uint64_t opened = 0;  ///< lists
+    std::uint64_t shared = 0;  ///< calls of those that choose
+    friend bool operator==(const Offers&, const Offers&) = default;
+  };
+  [[nodiscard]] Offers offers() const noexcept {
+    return {.opened = parts_.opened(), .shared = choice_.calls().shared()};
+  }
+  /// Until there is more to do than there was, or there will not be. False: a thread that has begun to choose does not
+  /// come back. Should it after all, what is left of the question is its own.
+  [[nodiscard]] bool await_more(std::uint64_t asked, const Offers& before, const std::stop_token& stop) const;
   /// Who has done the last piece of work says that the question is answered.
   void say(const FarQuestion& question);
   /// A piece of work that was claimed; written down if its forward is traced.
@@ -141,6 +154,7 @@ class FarWorkers {
   std::mutex mutex_;
   std::condition_variable_any woken_;
   std::condition_variable_any job_came_;
+  std::condition_variable_any resettled_;  ///< fewer threads, or more, are active
   const std::uint32_t most_;                        ///< threads that answer
   std::uint32_t caller_place_ = kNone;
   std::vector<std::atomic<std::uint32_t>> places_;  ///< [threads, then the one for jobs] PU that it runs on

@@ -5,10 +5,26 @@
 #include <numeric>
 
 #include "cpu/backend/verbs.hpp"
+#include "sluice/units.hpp"
 
 namespace sluice::runtime {
 
 void HostKv::score(const float* q, std::span<const std::uint32_t> tokens, float* out) {
+  constexpr std::size_t kRows = 512;  // Some ten microseconds of a thread, which many can share.
+  const std::size_t pieces = div_up(tokens.size(), kRows);
+  if (caller_.calls == nullptr || pieces < 2 || pieces > SharedCalls::kMostPieces) return score_some(q, tokens, out);
+  each(static_cast<std::uint32_t>(pieces), [&](std::uint32_t i) {
+    const std::size_t first = i * kRows;
+    score_some(q, tokens.subspan(first, std::min(kRows, tokens.size() - first)), out + first * shape_.group());
+  });
+}
+
+void HostKv::each(std::uint32_t count, const std::function<void(std::uint32_t)>& work) {
+  if (caller_.calls == nullptr || count < 2) return KvReader::each(count, work);
+  caller_.calls->run(caller_.caller, caller_.question, count, work);
+}
+
+void HostKv::score_some(const float* q, std::span<const std::uint32_t> tokens, float* out) {
   const ScoreTokensTask task{.q = q, .kv = view_, .tokens = tokens, .out = out};
   host_.score_tokens({&task, 1}, shape_, nullptr);
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <stop_token>
 
 #include "sluice/units.hpp"
@@ -79,6 +80,8 @@ class Presence {
 [[nodiscard]] std::uint64_t times_taken() noexcept;
 
 /// The calling thread does nothing but look at the clock until its probation is over, or `stop`. Whether it was not missed.
-[[nodiscard]] bool keeps_core(Presence& presence, const std::stop_token& stop);
+/// @param taken  as times_taken()
+[[nodiscard]] bool keeps_core(Presence& presence, const std::function<std::uint64_t()>& taken,
+                              const std::stop_token& stop);
 
 }  // namespace sluice::runtime

@@ -106,7 +106,7 @@ void SequencePolicy::begin_head(const Prompt& prompt, std::uint32_t layer, std::
 
 void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypass,
                             scheduler::SelectCounters& counters) {
-  const auto& [forward, layer, kv_head, window, q, ranked_pages, page_scores, timeout] = asked;
+  const auto& [forward, layer, kv_head, window, q, ranked_pages, page_scores, timeout, caller] = asked;
   HeadState& mine = state_of(layer, kv_head);
   // What is to be learnt comes from before this forward, which would not run had that one failed.
   const auto learnt = [&] { return mine.lesson.load(std::memory_order_acquire) == 0; };
@@ -119,6 +119,7 @@ void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypas
   const std::uint32_t visible = team ? window.tokens + 1 : window.tokens;
   const std::size_t floats = std::size_t{memory_.shape.group()} * memory_.shape.head_dim;
   HostKv kv = reader(layer, kv_head, blocks_, visible);
+  kv.share(caller);
   const scheduler::NearSet near{
       .sink_end = window.sink_end, .recent_begin = window.recent_begin, .page_tokens = memory_.layout.page_tokens};
   layers_[layer]->select({.kv_head = kv_head,

@@ -9,6 +9,7 @@
 
 #include "cpu/backend/backend.hpp"
 #include "runtime/far/host_kv.hpp"
+#include "runtime/far/shared_calls.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "sluice/forward_memory.hpp"
 #include "sluice/policy.hpp"
@@ -62,6 +63,7 @@ class SequencePolicy {
     std::span<const std::uint32_t> ranked_pages{};  ///< [group, page_picks]
     std::span<const float> page_scores{};           ///< [group, pages] if only these are wanted
     std::chrono::milliseconds timeout{1'000};       ///< of a wait for a thread that learns
+    SharedCaller caller{};                          ///< for what is much to read
   };
   /// Chooses, having learnt all that there is to learn.  @throws Error{Errc::timeout} if a thread that does so does not
   /// come back.

@@ -23,7 +23,7 @@ void require(bool holds, const char* field, std::uint64_t value, const std::stri
 
 /// Pages of the longest sequence that there is room for.
 std::uint64_t pages_in(const AdmissionOptions& options) {
-  const std::uint64_t even = options.pages / (options.page_blocks + options.window_blocks);
+  const std::uint64_t even = options.pages / (std::uint64_t{options.page_blocks} + options.window_blocks);
   if (even < options.window_pages) return even;
   const std::uint64_t whole = options.pages - options.window_blocks * options.window_pages;
   return options.page_blocks == 0 ? ~std::uint64_t{0} : whole / options.page_blocks;
@@ -73,7 +73,7 @@ AdmissionOptions resolved(const AdmissionOptions& options) {
   if (options.slowdown != 0.0 && !(options.slowdown >= 1.0 && options.slowdown <= kMostSlowdown))
     throw Error(Errc::invalid_argument, "AdmissionOptions::slowdown is " + std::to_string(options.slowdown) +
                                             "; it must be 0, or in [1, 1000]");
-  require(options.page_blocks + options.window_blocks >= 1, "page_blocks", options.page_blocks,
+  require(options.page_blocks != 0 || options.window_blocks != 0, "page_blocks", options.page_blocks,
           "at least 1 where window_blocks is 0");
   AdmissionOptions resolved = options;
   const std::uint64_t longest = pages_in(options);

@@ -37,7 +37,6 @@ class ClusterSchedule {
     clustered_ = std::min(clustered_, tokens > looked_ ? blocks_end(tokens) : first_);
   }
 
-  [[nodiscard]] bool known() const noexcept { return known_; }
   /// Tokens [0, clustered()) are in clusters.
   [[nodiscard]] std::uint32_t clustered() const noexcept { return known_ ? clustered_ : 0; }
   [[nodiscard]] std::uint32_t clusters() const noexcept { return clusters_of(clustered()); }

@@ -68,7 +68,6 @@ void GroupHistory::forecast(std::uint32_t tokens) {
   fresh_ = false;
   tokens_ = forecast_ = tokens;
   blank_ = false;
-  looked_at_ = 0;
   if (follows()) {
     by_position_.reset(tokens);
     by_distance_.reset(tokens);
@@ -81,7 +80,7 @@ void GroupHistory::forecast(std::uint32_t tokens) {
     head.slash_cut = options_.tables == HistoryTables::vertical ? kSilent : head.slash.cut(options_.alpha);
     blank_ |= head.vertical_cut.uniform && head.slash_cut.uniform;
     TokenSet& found = candidates_of_thread();
-    looked_at_ += find_candidates(head, found);
+    find_candidates(head, found);
     expand(head, found);
   }
   const bool limited = options_.limit < 1.f;
@@ -133,23 +132,19 @@ void GroupHistory::widen(std::uint32_t token) {
 }
 
 /// Eq. (7): CAND = { j : SV[j] > tauV or SS[n - 1 - j] > tauS }.
-std::uint64_t GroupHistory::find_candidates(const Head& head, TokenSet& found) const {
-  std::uint64_t looked_at = 0;
+void GroupHistory::find_candidates(const Head& head, TokenSet& found) const {
   found.reset(forecast_);
   if (!head.vertical_cut.uniform) {
-    looked_at +=
-        head.vertical.for_each_above(head.vertical_cut.threshold, [&](std::uint32_t i) { found.add(sinks_ + i); });
+    head.vertical.for_each_above(head.vertical_cut.threshold, [&](std::uint32_t i) { found.add(sinks_ + i); });
   }
   if (!head.slash_cut.uniform) {
-    looked_at +=
-        head.slash.for_each_above(head.slash_cut.threshold, [&](std::uint32_t e) { found.add(forecast_ - 1 - e); });
+    head.slash.for_each_above(head.slash_cut.threshold, [&](std::uint32_t e) { found.add(forecast_ - 1 - e); });
   }
-  return looked_at;
 }
 
 TokenSet GroupHistory::candidates(std::uint32_t h) const {
   TokenSet found;
-  (void)find_candidates(heads_[h], found);
+  find_candidates(heads_[h], found);
   return found;
 }
 

@@ -73,8 +73,6 @@ class GroupHistory {
   [[nodiscard]] const ScoreTable& slash(std::uint32_t h) const noexcept { return heads_[h].slash; }
   /// CAND of query head `h` for the step that was forecast last, as long as nothing was observed since.
   [[nodiscard]] TokenSet candidates(std::uint32_t h) const;
-  /// Table entries that the last forecast looked at to find its candidates.
-  [[nodiscard]] std::uint64_t looked_at() const noexcept { return looked_at_; }
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
   /// What the history of a KV head with `group` query heads holds at most, with `tokens` tokens visible.
   [[nodiscard]] static std::uint64_t most_heap_bytes(const HistoryOptions& options, std::uint32_t group,
@@ -95,8 +93,7 @@ class GroupHistory {
   void widen(std::uint32_t token);
   void take_back(const Lesson& lesson) noexcept;
   void forget_candidates();
-  /// @return table entries that were looked at
-  std::uint64_t find_candidates(const Head& head, TokenSet& found) const;
+  void find_candidates(const Head& head, TokenSet& found) const;
   void expand(Head& head, const TokenSet& found);
 
   HistoryOptions options_;
@@ -107,8 +104,7 @@ class GroupHistory {
   bool blank_ = true;
   bool stale_ = false;  ///< steps were taken back, and candidates are not what they are to be
   bool in_lesson_ = false;
-  bool lossy_ = false;  ///< the lesson cannot be taken back
-  std::uint64_t looked_at_ = 0;
+  bool lossy_ = false;       ///< the lesson cannot be taken back
   std::vector<Head> heads_;  ///< [group]
   TokenSet united_;
   TokenSet by_position_, by_distance_;  ///< EXP of all heads, by the table that spoke for it; if it can be followed

@@ -118,8 +118,6 @@ class ScoreTable {
   [[nodiscard]] std::uint32_t size() const noexcept { return size_; }
   /// [size()] U.
   [[nodiscard]] const ScoreCode* stored() const noexcept { return u_.empty() ? nullptr : u_.front().codes; }
-  /// g: a score is its stored value times this.
-  [[nodiscard]] double unit() const noexcept { return state_.g; }
   [[nodiscard]] double score(std::uint32_t index) const noexcept {
     return static_cast<double>(from_code(live(stored()[index]))) * state_.g;
   }

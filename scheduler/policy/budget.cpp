@@ -17,9 +17,9 @@ void Budget::score(const HeadContext& context, std::uint32_t group, ScoredSet& s
 void Budget::choose(const HeadContext& context, std::uint32_t group, ScoredSet& scored) const {
   if (weighs()) {
     scored.choose_mass(spec_.budget.mass, attended_anyway(context), group);
-    if (!spec_.far.all()) scored.keep_best(far_tokens_per_head(spec_.far, context.tokens, shape_), group);
+    if (!spec_.far.all()) scored.keep_best(far_tokens_per_head(spec_.far, context.tokens, shape_), group, *context.kv);
   } else {
-    scored.choose(tokens(context.tokens), group);
+    scored.choose(tokens(context.tokens), group, *context.kv);
   }
 }
 

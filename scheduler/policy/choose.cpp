@@ -5,11 +5,13 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 #include "scheduler/fast_exp.hpp"
 #include "scheduler/policy/scored_set.hpp"
 #include "sluice/order_key.hpp"
+#include "sluice/top_k.hpp"
 
 namespace sluice::scheduler {
 
@@ -17,35 +19,15 @@ std::uint32_t order_key(float score) noexcept {
   return score == score ? order_key_of_number(score) : 1u;
 }
 
-TopKCut top_k_cut(std::span<const std::uint32_t> keys, std::uint32_t k, std::vector<std::uint32_t>& pool) {
-  // A histogram over sign, exponent and three mantissa bits finds the bin with the k-th key; only its members are
-  // ordered. One pass without comparisons, where sorting algorithms mispredict.
-  constexpr std::uint32_t kShift = 20;
-  std::array<std::uint32_t, 1u << (32 - kShift)> bins{};
-  for (const std::uint32_t key : keys) ++bins[key >> kShift];
-  std::size_t bin = bins.size() - 1;
-  for (; bins[bin] < k; --bin) k -= bins[bin];
-
-  pool.clear();
-  for (const std::uint32_t key : keys) {
-    if (key >> kShift == bin) pool.push_back(key);
-  }
-  const auto nth = pool.begin() + static_cast<std::ptrdiff_t>(k - 1);
-  std::nth_element(pool.begin(), nth, pool.end(), std::greater<>());
-  const std::uint32_t key = *nth;
-  const auto above = static_cast<std::uint32_t>(std::count_if(pool.begin(), nth, [key](auto x) { return x > key; }));
-  return {.key = key, .ties = k - above};
-}
-
-void ScoredSet::choose(std::uint32_t k, std::uint32_t group) {
+void ScoredSet::choose(std::uint32_t k, std::uint32_t group, KvReader& kv) {
   attended_.assign(tokens_.size(), 0);
-  for (std::uint32_t h = 0; h < group; ++h) choose_head(h, group, k, far_, attended_);
+  choose_best(k, group, far_, kv, attended_);
   if (far_ == heads_) {
     observed_ = attended_;
     return;
   }
   observed_.assign(tokens_.size(), 0);
-  for (std::uint32_t h = 0; h < group; ++h) choose_head(h, group, k, heads_, observed_);
+  choose_best(k, group, heads_, kv, observed_);
 }
 
 void ScoredSet::choose_all() {
@@ -53,32 +35,50 @@ void ScoredSet::choose_all() {
   observed_ = heads_;
 }
 
-void ScoredSet::choose_head(std::uint32_t h, std::uint32_t group, std::uint32_t k,
-                            const std::vector<std::uint32_t>& allowed, std::vector<std::uint32_t>& chosen) {
+void ScoredSet::choose_best(std::uint32_t k, std::uint32_t group, const std::vector<std::uint32_t>& allowed,
+                            KvReader& kv, std::vector<std::uint32_t>& chosen) {
+  constexpr std::size_t kMany = 4'096;
+  best_.resize(group);
+  const auto find = [&](std::uint32_t h) { find_best(h, k, group, allowed); };
+  if (tokens_.size() < kMany) {
+    for (std::uint32_t h = 0; h < group; ++h) find(h);
+  } else {
+    kv.each(group, find);
+  }
+  std::uint32_t whole = 0;
+  for (std::uint32_t h = 0; h < group; ++h) {
+    if (best_[h].whole) whole |= 1u << h;
+    for (const std::uint32_t place : best_[h].places) chosen[place] |= 1u << h;
+  }
+  if (whole == 0) return;
+  for (std::size_t i = 0; i < chosen.size(); ++i) chosen[i] |= allowed[i] & whole;
+}
+
+void ScoredSet::find_best(std::uint32_t h, std::uint32_t k, std::uint32_t group,
+                          const std::vector<std::uint32_t>& allowed) {
+  Best& best = best_[h];
   const std::size_t count = tokens_.size();
-  std::uint32_t candidates = 0;
+  const float* scores = scores_.data() + h;
+  std::size_t candidates = 0;
   for (std::size_t i = 0; i < count; ++i) candidates += (allowed[i] >> h) & 1;
-  if (candidates <= k) {
-    for (std::size_t i = 0; i < count; ++i) chosen[i] |= allowed[i] & (1u << h);
+  best.whole = candidates <= k;
+  best.places.resize(best.whole ? 0 : k);
+  if (best.whole) return;
+  best.values.resize(count);
+  if (candidates == count) {
+    for (std::size_t i = 0; i < count; ++i) best.values[i] = scores[i * group];
+    (void)select_top_k(best.values.data(), static_cast<std::uint32_t>(count), k, best.places.data());
     return;
   }
-  if (k == 0) return;
-  keys_.resize(count);
-  const float* scores = scores_.data() + h;
-  std::uint32_t* keys = keys_.data();
-#pragma omp simd
+  best.candidates.resize(count);
+  std::size_t kept = 0;  // Written always, kept if the bit is set: which bits are set cannot be predicted.
   for (std::size_t i = 0; i < count; ++i) {
-    keys[i] = order_key(scores[i * group]) & (0u - ((allowed[i] >> h) & 1));
+    best.candidates[kept] = static_cast<std::uint32_t>(i);
+    best.values[kept] = scores[i * group];
+    kept += (allowed[i] >> h) & 1;
   }
-  const TopKCut cut = top_k_cut(keys_, k, pool_);
-#pragma omp simd
-  for (std::size_t i = 0; i < count; ++i) chosen[i] |= static_cast<std::uint32_t>(keys[i] > cut.key) << h;
-  std::uint32_t ties = cut.ties;
-  for (std::size_t i = 0; ties != 0; ++i) {
-    if (keys[i] != cut.key) continue;
-    chosen[i] |= 1u << h;
-    --ties;
-  }
+  (void)select_top_k(best.values.data(), static_cast<std::uint32_t>(kept), k, best.places.data());
+  for (std::uint32_t& place : best.places) place = best.candidates[place];
 }
 
 void ScoredSet::choose_mass(float share, const AttendedAnyway& anyway, std::uint32_t group) {
@@ -87,9 +87,9 @@ void ScoredSet::choose_mass(float share, const AttendedAnyway& anyway, std::uint
   for (std::uint32_t h = 0; h < group; ++h) choose_head_mass(h, group, share, anyway);
 }
 
-void ScoredSet::keep_best(std::uint32_t k, std::uint32_t group) {
+void ScoredSet::keep_best(std::uint32_t k, std::uint32_t group, KvReader& kv) {
   const std::vector<std::uint32_t> from = std::exchange(attended_, std::vector<std::uint32_t>(tokens_.size(), 0));
-  for (std::uint32_t h = 0; h < group; ++h) choose_head(h, group, k, from, attended_);
+  choose_best(k, group, from, kv, attended_);
 }
 
 void ScoredSet::choose_head_mass(std::uint32_t h, std::uint32_t group, float share, const AttendedAnyway& anyway) {

@@ -11,19 +11,9 @@
 
 namespace sluice::scheduler {
 
-/// The k-th largest of `keys` and how many keys equal to it belong to the k largest.
-struct TopKCut {
-  std::uint32_t key = 0;
-  std::uint32_t ties = 0;
-};
-
 /// Order-preserving image of a score: larger score, larger key. NaN maps to 1, below every number; 0 is
 /// left for "not a candidate".
 [[nodiscard]] std::uint32_t order_key(float score) noexcept;
-
-/// @param k     1 <= k <= keys.size()
-/// @param pool  scratch
-[[nodiscard]] TopKCut top_k_cut(std::span<const std::uint32_t> keys, std::uint32_t k, std::vector<std::uint32_t>& pool);
 
 /// Who may be scored for whom.
 struct CandidateSets {
@@ -69,12 +59,12 @@ class ScoredSet {
   }
   /// Each query head takes its k best: among the far candidates to attend, among all to observe. Ties go to
   /// the lowest position.
-  void choose(std::uint32_t k, std::uint32_t group);
+  void choose(std::uint32_t k, std::uint32_t group, KvReader& kv);
   /// Each query head takes what it attends anyway, and the fewest others of its candidates, near ones among them, with
   /// which that holds `share` of the weight (see sluice/top_p.hpp); of what it takes it attends the far ones.
   void choose_mass(float share, const AttendedAnyway& anyway, std::uint32_t group);
   /// Of what it has chosen to attend each query head keeps its k best. Ties as in `choose`.
-  void keep_best(std::uint32_t k, std::uint32_t group);
+  void keep_best(std::uint32_t k, std::uint32_t group, KvReader& kv);
   /// Takes everything for its heads; nothing is cut.
   void choose_all();
   /// Writes what is attended; with scores, unless they were estimated.
@@ -98,15 +88,18 @@ class ScoredSet {
   /// Frees what a step needed whose choice is done with.
   void release() noexcept { *this = ScoredSet(); }
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
-    return scheduler::heap_bytes(tokens_, heads_, far_, scores_, attended_, observed_, keys_, pool_, weighed_,
+    return scheduler::heap_bytes(tokens_, heads_, far_, scores_, attended_, observed_, best_, keys_, weighed_,
                                  observed_tokens_, observed_scores_);
   }
 
  private:
   void grow(std::size_t kept);
   void choose_head_mass(std::uint32_t h, std::uint32_t group, float share, const AttendedAnyway& anyway);
-  void choose_head(std::uint32_t h, std::uint32_t group, std::uint32_t k, const std::vector<std::uint32_t>& allowed,
+  /// Marks in `chosen` the k best of each head's candidates, which `allowed` has.
+  void choose_best(std::uint32_t k, std::uint32_t group, const std::vector<std::uint32_t>& allowed, KvReader& kv,
                    std::vector<std::uint32_t>& chosen);
+  /// Of one head: to best_[h].
+  void find_best(std::uint32_t h, std::uint32_t k, std::uint32_t group, const std::vector<std::uint32_t>& allowed);
 
   bool estimated_ = false;
   std::uint32_t active_ = 0;             ///< bit h: query head h takes part
@@ -118,7 +111,17 @@ class ScoredSet {
   std::vector<std::uint32_t> observed_;  ///< [tokens] bit h: head h observes it
   std::uint64_t united_ = 0;
   std::uint64_t near_hits_ = 0;
-  std::vector<std::uint32_t> keys_, pool_;      // scratch
+  struct Best {
+    bool whole = false;                 ///< all of its candidates
+    std::vector<std::uint32_t> places;  ///< else these of the tokens
+    std::vector<float> values;
+    std::vector<std::uint32_t> candidates;
+    [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
+      return scheduler::heap_bytes(places, values, candidates);
+    }
+  };
+  std::vector<Best> best_;                      // scratch
+  std::vector<std::uint32_t> keys_;             // scratch
   std::vector<Weighed> weighed_;                // scratch
   std::vector<std::uint32_t> observed_tokens_;  // scratch
   std::vector<float> observed_scores_;          // scratch

@@ -218,7 +218,7 @@ class FittedPolicy final : public LayerPolicy {
     apart.add_range(begin, context.tokens);
     scored.collect({.sets = {&apart, 1}, .active = ~0u >> (32 - group_), .shared = true}, *context.near);
     scored.score(*context.kv, context.q, group_);
-    scored.choose(most, group_);
+    scored.choose(most, group_, *context.kv);
     scored.emit(group_, Membership::united, row);
     counters.expanded_per_head += std::uint64_t{most} * group_;
     counters.candidates += scored.united();

@@ -132,7 +132,7 @@ class VerifiedPolicy final : public LayerPolicy {
  private:
   void find_best(const HeadContext& context, std::uint32_t best, Scratch& scratch, SelectCounters& counters) const {
     budget_.score(context, group_, scratch.ranked, counters);
-    scratch.ranked.choose(best, group_);
+    scratch.ranked.choose(best, group_, *context.kv);
     scratch.ranked.emit(group_, Membership::own, scratch.best);
     scratch.best_of.assign(scratch.ranked.size(), 0);
     const std::span<const std::uint32_t> far = scratch.ranked.tokens();

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "sluice/engine.hpp"
-#include "tests/capi/small_engine.hpp"
+#include "tests/capi/small_admission.hpp"
 #include "tests/support/random.hpp"
 
 using namespace sluice;
@@ -14,34 +14,25 @@ using namespace sluice::test::capi;
 
 namespace {
 
-constexpr std::size_t kMost = 3;  ///< requests that run at once
-using Ids = std::vector<std::uint64_t>;
-
-struct DestroyAdmission {
-  void operator()(sluice_admission* admission) const { sluice_admission_destroy(admission); }
-};
-using AdmissionPointer = std::unique_ptr<sluice_admission, DestroyAdmission>;
-
-sluice_admission_options options_of_c() {
-  sluice_admission_options options;
-  require_ok(sluice_admission_options_init(&options, sizeof options));
-  options.decode_rows = kMost;
-  options.prefill_rows = 20;
-  options.prefills = 2;
-  options.cpu_sequences = 1;
-  options.page_tokens = 4;
-  options.pages = 9;
-  options.watermark_pages = 1;
-  options.near_pages = 5;
-  options.near_pages_per_sequence = 2;
-  options.slowdown = 2.0;
+/// The same by C++.
+AdmissionOptions options_of_cpp(bool windows) {
+  AdmissionOptions options{.decode_rows = kMost,
+                           .prefill_rows = 20,
+                           .prefills = 2,
+                           .cpu_sequences = 1,
+                           .page_tokens = 4,
+                           .pages = 9,
+                           .watermark_pages = 1,
+                           .near_pages = 5,
+                           .near_pages_per_sequence = 2,
+                           .slowdown = 2.0};
+  if (!windows) return options;
+  options.pages = 31;
+  options.page_blocks = 2;
+  options.window_blocks = 3;
+  options.window_pages = 4;
+  options.window_resting_pages = 1;
   return options;
-}
-
-AdmissionPointer create(const sluice_admission_options& options) {
-  sluice_admission* admission = nullptr;
-  require_ok(sluice_admission_create(&options, &admission));
-  return AdmissionPointer(admission);
 }
 
 Ids numbers(const std::vector<RequestId>& ids) {
@@ -50,21 +41,11 @@ Ids numbers(const std::vector<RequestId>& ids) {
   return values;
 }
 
-/// A list of requests that a call fills.
-struct List {
-  std::uint64_t ids[kMost] = {};
-  std::size_t count = kMost;
-  [[nodiscard]] Ids get() const { return {ids, ids + count}; }
-};
-
-sluice_request request(std::uint64_t id, std::uint32_t prompt, std::uint32_t most, std::uint32_t on_cpu = 0) {
-  return {sizeof(sluice_request), prompt, most, on_cpu, id};
-}
-
 /// Both are asked for the same, and answer the same.
 class Both {
  public:
-  explicit Both(std::uint64_t seed) : random_(seed) {}
+  Both(std::uint64_t seed, bool windows)
+      : random_(seed), c_(create(options_of_c(windows))), cpp_(options_of_cpp(windows)) {}
 
   void run() {
     for (int step = 0; step < 60; ++step) {
@@ -85,7 +66,7 @@ class Both {
   }
 
   void turn() {
-    const std::uint64_t held = random_.below(9);
+    const std::uint64_t held = random_.below(static_cast<std::uint32_t>(cpp_.options().pages));
     const bool tells = random_.below(2) == 0;
     List preempted, admitted;
     require_ok(sluice_admission_admit(c_.get(), tells ? &held : nullptr, preempted.ids, &preempted.count, admitted.ids,
@@ -146,26 +127,18 @@ class Both {
   }
 
   Random random_;
-  AdmissionPointer c_ = create(options_of_c());
-  Admission cpp_{{.decode_rows = kMost,
-                  .prefill_rows = 20,
-                  .prefills = 2,
-                  .cpu_sequences = 1,
-                  .page_tokens = 4,
-                  .pages = 9,
-                  .watermark_pages = 1,
-                  .near_pages = 5,
-                  .near_pages_per_sequence = 2,
-                  .slowdown = 2.0}};
+  AdmissionPointer c_;
+  Admission cpp_;
   std::uint64_t next_ = 1;
 };
 
 }  // namespace
 
 TEST_CASE("an admission of C decides what one of C++ does", "[capi][admission]") {
+  const bool windows = GENERATE(false, true);
   for (std::uint64_t seed = 0; seed < 100; ++seed) {
-    CAPTURE(seed);
-    Both(seed).run();
+    CAPTURE(windows, seed);
+    Both(seed, windows).run();
   }
 }
 
@@ -181,7 +154,7 @@ TEST_CASE("an admission's options: the defaults, those of an engine, and what it
   of.largest_prefill_rows = 32;
   of.largest_prefills = 1;
   of.cpu_sequences = 1;
-  const EnginePointer engine = test::capi::create(of);
+  const EnginePointer engine = create(of);
   require_ok(sluice_admission_options_of(engine.get(), &options));
   // Of 16 tokens, keys and values of 2 bytes.
   CHECK(options.pages == (1u << 20) / (2 * 16 * kHeadDim * 2 * kLayers * kKvHeads));
@@ -189,64 +162,11 @@ TEST_CASE("an admission's options: the defaults, those of an engine, and what it
   CHECK((options.sequences == 2 && options.cpu_sequences == 1 && options.page_tokens == 16));
   CHECK(options.max_tokens == 16 * options.pages);
 
-  auto made = options_of_c();
+  auto made = options_of_c(true);
+  made.sequences = 7;
+  made.max_tokens = 13;
   const AdmissionPointer admission = create(made);
   require_ok(sluice_admission_get_options(admission.get(), &options));
-  made.max_tokens = 36;
   made.struct_size = options.struct_size;
   CHECK(std::memcmp(&made, &options, sizeof made) == 0);
-}
-
-TEST_CASE("what an admission of C cannot take is refused and changes nothing", "[capi][admission]") {
-  const AdmissionPointer admission = create(options_of_c());
-  sluice_admission* none = admission.get();
-  auto options = options_of_c();
-  options.pages = 0;
-  check_fails([&] { return sluice_admission_create(&options, &none); }, SLUICE_INVALID_ARGUMENT, {"pages is 0"});
-  CHECK(none == nullptr);
-  options.struct_size = 2;
-  check_fails([&] { return sluice_admission_create(&options, &none); }, SLUICE_INVALID_ARGUMENT, {"struct_size"});
-  check_fails([&] { return sluice_admission_options_init(&options, 5000); }, SLUICE_INVALID_ARGUMENT, {"5000"});
-  check_fails([&] { return sluice_admission_create(nullptr, &none); }, SLUICE_INVALID_ARGUMENT, {"is null"});
-  check_fails([&] { return sluice_admission_fail(nullptr); }, SLUICE_INVALID_ARGUMENT, {"admission is null"});
-
-  sluice_request asked = request(1, 100, 1);
-  const auto submit = [&] { return sluice_admission_submit(admission.get(), &asked); };
-  check_fails(submit, SLUICE_OUT_OF_CAPACITY, {"request 1", "100 tokens", "36"});
-  asked = request(1, 4, 1, 2);
-  check_fails(submit, SLUICE_INVALID_ARGUMENT, {"on_cpu"});
-  asked.on_cpu = 0;
-  require_ok(submit());
-
-  List preempted, admitted;
-  const auto admit = [&] {
-    return sluice_admission_admit(admission.get(), nullptr, preempted.ids, &preempted.count, admitted.ids,
-                                  &admitted.count);
-  };
-  admitted.count = kMost - 1;
-  check_fails(admit, SLUICE_INVALID_ARGUMENT, {"admitted has room for 2", "3"});
-  admitted.count = kMost;
-  require_ok(admit());
-  CHECK(admitted.get() == Ids{1});
-
-  std::vector<sluice_turn_item> items(kMost, sized<sluice_turn_item>());
-  std::size_t count = 1;
-  const auto next = [&] { return sluice_admission_next(admission.get(), 0, items.data(), &count); };
-  check_fails(next, SLUICE_INVALID_ARGUMENT, {"items has room for 1"});
-  count = kMost;
-  items[2].struct_size = 4;
-  check_fails(next, SLUICE_INVALID_ARGUMENT, {"sluice_turn_item 2"});
-  items[2].struct_size = sizeof(sluice_turn_item);
-  require_ok(next());
-  REQUIRE(count == 1);
-  CHECK((items[0].tokens == 4 && items[0].output == 1));
-
-  List ended;
-  ended.count = 0;
-  const auto complete = [&] { return sluice_admission_complete(admission.get(), 0.0, ended.ids, &ended.count); };
-  check_fails(complete, SLUICE_INVALID_ARGUMENT, {"ids has room for 0"});
-  ended.count = kMost;
-  require_ok(complete());
-  CHECK(ended.get() == Ids{1});
-  check_fails([&] { return sluice_admission_end(admission.get(), 1); }, SLUICE_NOT_FOUND, {"no request 1"});
 }

@@ -109,9 +109,7 @@ TEST_CASE("what an engine on a GPU would take is what it takes", "[capi][gpu]") 
 }
 
 TEST_CASE("a tensor elsewhere than the engine's GPU is refused", "[capi][gpu][errors]") {
-  SmallEngine small;
-  small.owner = create(options_on(SLUICE_DEVICE_CUDA, 0));
-  small.engine = small.owner.get();
+  const SmallEngine small(options_on(SLUICE_DEVICE_CUDA, 0));
   const auto refused = [&](std::int32_t type, std::int32_t id, const std::vector<std::string>& words) {
     Tensors t;
     for (CTensor* const tensor : {&t.q, &t.k, &t.v, &t.out, &t.lse})
@@ -141,7 +139,10 @@ TEST_CASE("an engine comes and goes without a device of the caller's", "[capi][g
 }
 
 TEST_CASE("no call changes the device that is current", "[capi][gpu]") {
-  if (sluice_cuda_devices() < 2) return;  // There is nothing to change.
+  if (sluice_cuda_devices() < 2) {
+    WARN("there is one GPU alone; nothing checked");
+    return;
+  }
   require_done(cudaSetDevice(1));
   cudaStream_t stream = nullptr;
   require_done(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));

@@ -8,45 +8,14 @@
 
 using namespace sluice::test::capi;
 
-TEST_CASE("the defaults of C are those of C++", "[capi][options]") {
-  const sluice::EngineOptions want;
-  sluice_engine_options got;
-  require_ok(sluice_engine_options_init(&got, sizeof got));
-  CHECK(got.struct_size == sizeof got);
-  CHECK(got.device_type == SLUICE_DEVICE_CPU);
-  CHECK(got.device_id == 0);
-  CHECK(got.device_bytes == 0);
-  CHECK(got.kv_dtype == SLUICE_BF16);
-  CHECK(got.layers == 0);
-  CHECK(got.host_bytes == want.host_bytes);
-  CHECK(got.page_tokens == want.page_tokens);
-  CHECK(got.largest_decode_rows == want.largest.decode_rows);
-  CHECK(got.largest_features == SLUICE_BUCKET_TOP_K);
-  CHECK(got.largest_drafts == 1);
-  CHECK(got.digests == SLUICE_DIGESTS_NONE);
-  CHECK(got.prefill_mode == SLUICE_PREFILL_FULL);
-  CHECK(got.prefill_gamma == want.prefill.flex.gamma);
-  CHECK(got.placement == SLUICE_PLACE_HYBRID);
-  CHECK(got.fetch_share == 0.f);
-  CHECK(got.cluster_sequences == 0);
-  CHECK(got.max_clusters == want.max_clusters);
-  CHECK(got.dense_tokens == 0);
-  CHECK(got.prefix_bytes == want.prefix_bytes);
-  CHECK(got.prefix_decoded == 0);
-  CHECK(got.pin_threads == 1);
-  CHECK(got.timeout_ms == want.timeout.count());
-  CHECK(got.answer_timeout_ms == want.answer_timeout.count());
-  CHECK(got.core_count == 0);
-  CHECK(got.cores == nullptr);
-  CHECK(got.scale == 0.f);
-  CHECK(got.softcap == 0.f);
-  CHECK(got.window_count == 0);
-  CHECK(got.windows == nullptr);
-}
+namespace {
 
-TEST_CASE("every option arrives at the engine", "[capi][options]") {
-  auto options = small_options();  // Each differs from its default, and from its neighbours.
-  const std::uint32_t cores[] = {0};
+constexpr std::uint32_t kCores[] = {0};
+constexpr std::uint32_t kWindows[kLayers] = {24, 24};
+
+/// Each differs from its default, and from its neighbours.
+sluice_engine_options unlike_the_defaults() {
+  auto options = small_options();
   options.kv_dtype = SLUICE_F32;
   options.host_bytes = 4u << 20;
   options.near_bytes = 128u << 10;
@@ -85,22 +54,64 @@ TEST_CASE("every option arrives at the engine", "[capi][options]") {
   options.answer_timeout_ms = 1234;
   options.timeout_ms = 4321;
   options.core_count = 1;
-  options.cores = cores;
+  options.cores = kCores;
   options.handover = SLUICE_HANDOVER_STREAM;
   options.scale = 0.375f;
-  const std::vector<std::uint32_t> windows(options.layers, 24);
-  options.window_count = options.layers;
-  options.windows = windows.data();
+  options.window_count = kLayers;
+  options.windows = kWindows;
+  return options;
+}
+
+}  // namespace
+
+TEST_CASE("the defaults of C are those of C++", "[capi][options]") {
+  const sluice::EngineOptions want;
+  sluice_engine_options got;
+  require_ok(sluice_engine_options_init(&got, sizeof got));
+  CHECK(got.struct_size == sizeof got);
+  CHECK(got.device_type == SLUICE_DEVICE_CPU);
+  CHECK(got.device_id == 0);
+  CHECK(got.device_bytes == 0);
+  CHECK(got.kv_dtype == SLUICE_BF16);
+  CHECK(got.layers == 0);
+  CHECK(got.host_bytes == want.host_bytes);
+  CHECK(got.page_tokens == want.page_tokens);
+  CHECK(got.largest_decode_rows == want.largest.decode_rows);
+  CHECK(got.largest_features == SLUICE_BUCKET_TOP_K);
+  CHECK(got.largest_drafts == 1);
+  CHECK(got.digests == SLUICE_DIGESTS_NONE);
+  CHECK(got.prefill_mode == SLUICE_PREFILL_FULL);
+  CHECK(got.prefill_gamma == want.prefill.flex.gamma);
+  CHECK(got.placement == SLUICE_PLACE_HYBRID);
+  CHECK(got.fetch_share == 0.f);
+  CHECK(got.cluster_sequences == 0);
+  CHECK(got.max_clusters == want.max_clusters);
+  CHECK(got.dense_tokens == 0);
+  CHECK(got.prefix_bytes == want.prefix_bytes);
+  CHECK(got.prefix_decoded == 0);
+  CHECK(got.pin_threads == 1);
+  CHECK(got.timeout_ms == want.timeout.count());
+  CHECK(got.answer_timeout_ms == want.answer_timeout.count());
+  CHECK(got.core_count == 0);
+  CHECK(got.cores == nullptr);
+  CHECK(got.scale == 0.f);
+  CHECK(got.softcap == 0.f);
+  CHECK(got.window_count == 0);
+  CHECK(got.windows == nullptr);
+}
+
+TEST_CASE("every option arrives at the engine", "[capi][options]") {
+  const auto options = unlike_the_defaults();
   EnginePointer engine = create(options);
   auto got = sized<sluice_engine_options>();
   require_ok(sluice_engine_get_options(engine.get(), &got));
   REQUIRE(got.cores != nullptr);
-  CHECK(got.cores != cores);
+  CHECK(got.cores != kCores);
   CHECK(got.cores[0] == 0);
   got.cores = options.cores;
   REQUIRE(got.windows != nullptr);
-  CHECK(got.windows != windows.data());
-  CHECK(got.windows[options.layers - 1] == 24);
+  CHECK(got.windows != kWindows);
+  CHECK(got.windows[kLayers - 1] == 24);
   got.windows = options.windows;
   CHECK(std::memcmp(&got, &options, sizeof got) == 0);
   auto memory = sized<sluice_memory>();  // And not only back from it.
@@ -134,10 +145,8 @@ TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[ca
 TEST_CASE("make_room_for raises what a policy needs, and nothing else", "[capi][options]") {
   auto options = small_options();
   options.largest_features = 0;
-  const std::uint32_t cores[] = {0};
-  options.cores = cores, options.core_count = 1;
-  const std::vector<std::uint32_t> windows(options.layers, 24);
-  options.windows = windows.data(), options.window_count = options.layers;
+  options.cores = kCores, options.core_count = 1;
+  options.windows = kWindows, options.window_count = kLayers;
   options.softcap = 30.f;
   options.device_type = SLUICE_DEVICE_CUDA, options.device_id = 3, options.device_bytes = 5;
   auto want = options;
@@ -188,8 +197,8 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   refused({"softcap is nan"}, [](auto& o) { o.softcap = NAN; });
   refused({"softcap is inf"}, [](auto& o) { o.softcap = INFINITY; });
   refused({"windows", "window_count"}, [](auto& o) { o.window_count = 1; });
-  static constexpr std::uint32_t kWindows[64] = {};
-  refused({"number of windows is 64", "layers"}, [](auto& o) { o.window_count = 64, o.windows = kWindows; });
+  static constexpr std::uint32_t kMany[64] = {};
+  refused({"number of windows is 64", "layers"}, [](auto& o) { o.window_count = 64, o.windows = kMany; });
   refused({"largest.drafts is 33"}, [](auto& o) { o.largest_drafts = 33; });
   refused({"layers"}, [](auto& o) { o.layers = 0; });
   refused({"q_heads"}, [](auto& o) { o.q_heads = 3; });
@@ -202,6 +211,9 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   options.page_tokens = 0;  // What is computed with it would not go well.
   check_fails([&] { return sluice_engine_options_make_room_for(&options, "quest | near=0", 8); },
               SLUICE_INVALID_ARGUMENT, {"page_tokens is 0"});
+}
+
+TEST_CASE("buckets and items that have no such value are refused by name", "[capi][options]") {
   const SmallEngine small;
   std::uint64_t forward = 0;
   auto bucket = small.bucket;

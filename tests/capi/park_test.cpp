@@ -12,21 +12,21 @@ namespace {
 constexpr const char* kModel = "a model";
 
 /// Outputs of the next forward of a sequence, all layers.
-std::vector<float> told(sluice_engine* engine, const SmallEngine& small, sluice_sequence sequence) {
+std::vector<float> decoded(const SmallEngine& small, sluice_sequence sequence) {
   Tensors tensors;
   for (std::size_t i = 0; i < tensors.memory.size(); ++i) tensors.memory[i] = static_cast<float>(i * 7 % 13) - 6;
   sluice_plan_item item = small.item();
   item.sequence = sequence;
   std::uint64_t forward = 0;
-  require_ok(sluice_engine_plan(engine, &item, 1, &small.bucket, nullptr, &forward));
+  require_ok(sluice_engine_plan(small.engine, &item, 1, &small.bucket, nullptr, &forward));
   std::vector<float> out;
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
-    require_ok(sluice_engine_attend(engine, &small.bucket, layer, tensors.q.get(), tensors.k.get(), tensors.v.get(),
-                                    tensors.out.get(), nullptr, nullptr));
+    require_ok(sluice_engine_attend(small.engine, &small.bucket, layer, tensors.q.get(), tensors.k.get(),
+                                    tensors.v.get(), tensors.out.get(), nullptr, nullptr));
     const auto* const rows = static_cast<const float*>(tensors.out.tensor.data);
     out.insert(out.end(), rows, rows + kQHeads * kHeadDim);
   }
-  require_ok(sluice_engine_finish(engine, forward));
+  require_ok(sluice_engine_finish(small.engine, forward));
   return out;
 }
 
@@ -34,7 +34,7 @@ std::vector<float> told(sluice_engine* engine, const SmallEngine& small, sluice_
 
 TEST_CASE("a sequence is parked and resumed", "[capi][park]") {
   const SmallEngine small;
-  for (int i = 0; i < 20; ++i) (void)told(small.engine, small, small.sequence);
+  for (int i = 0; i < 20; ++i) (void)decoded(small, small.sequence);
   std::uint64_t bytes = 0;
   require_ok(sluice_engine_park_bytes(small.engine, small.sequence, kModel, &bytes));
   std::vector<std::byte> area(bytes + 5);
@@ -43,10 +43,10 @@ TEST_CASE("a sequence is parked and resumed", "[capi][park]") {
   REQUIRE(written == bytes);
   require_ok(sluice_engine_park_memory(small.engine, small.sequence, kModel, area.data(), bytes, nullptr));
   const TemporaryDirectory directory;
-  const std::string path = directory.path() + "/parked";
+  const std::string path = directory.file("parked");
   require_ok(sluice_engine_park_file(small.engine, small.sequence, kModel, path.c_str()));
   REQUIRE(std::filesystem::file_size(path) == bytes);
-  const std::vector<float> want = told(small.engine, small, small.sequence);
+  const std::vector<float> want = decoded(small, small.sequence);
   const SmallEngine other;
   require_ok(sluice_engine_end(other.engine, other.sequence));
   sluice_sequence sequences[2] = {};
@@ -56,7 +56,7 @@ TEST_CASE("a sequence is parked and resumed", "[capi][park]") {
     std::uint32_t tokens = 0;
     require_ok(sluice_engine_tokens(other.engine, sequence, &tokens));
     REQUIRE(tokens == 20);
-    REQUIRE(told(other.engine, other, sequence) == want);
+    REQUIRE(decoded(other, sequence) == want);
   }
 }
 

@@ -107,7 +107,8 @@ class CPlayer final : public Player {
   }
   std::uint64_t begin(const std::string& policy, std::span<const std::int32_t> prompt, std::uint64_t salt) override {
     sluice_sequence sequence = 0;
-    require_ok(sluice_engine_begin_prompt(engine_.get(), policy.c_str(), prompt.data(), prompt.size(), salt, &sequence));
+    require_ok(
+        sluice_engine_begin_prompt(engine_.get(), policy.c_str(), prompt.data(), prompt.size(), salt, &sequence));
     return sequence;
   }
   std::uint32_t match(const std::string& policy, std::span<const std::int32_t> prompt, std::uint64_t salt) override {
@@ -179,13 +180,13 @@ class CPlayer final : public Player {
     const auto add = [&](auto... values) { (all.push_back(static_cast<double>(values)), ...); };
     auto s = sized<sluice_stats>();
     require_ok(sluice_engine_stats(engine_.get(), &s));
-    add(s.asked, s.unplanned, s.near_tokens, s.far_tokens, s.fetched_tokens, s.promoted, s.scored, s.estimated, s.ranked_pages,
-        s.sparse_chunks, s.dense_chunks, s.kept_blocks, s.causal_blocks, s.matched_tokens, s.evicted_blocks,
-        s.missed);
+    add(s.asked, s.unplanned, s.near_tokens, s.far_tokens, s.fetched_tokens, s.promoted, s.scored, s.estimated,
+        s.ranked_pages, s.sparse_chunks, s.dense_chunks, s.kept_blocks, s.causal_blocks, s.matched_tokens,
+        s.evicted_blocks, s.missed);
     auto m = sized<sluice_memory>();
     require_ok(sluice_engine_memory(engine_.get(), &m));
-    add(m.far_pages, m.far_pages_used, m.far_pages_cached, m.prefixes, m.pinned, m.partials, m.policies != 0, m.near_pages, m.near_pages_used, m.codes,
-        m.digests, m.buffers);
+    add(m.far_pages, m.far_pages_used, m.far_pages_cached, m.prefixes, m.pinned, m.partials, m.policies != 0,
+        m.near_pages, m.near_pages_used, m.codes, m.digests, m.buffers);
     auto a = sized<sluice_audit>();
     require_ok(sluice_engine_audit(engine_.get(), sequence, &a));
     add(a.top_k, a.layers, a.q_heads, a.tokens, a.attended_tokens, a.dense_tokens, a.bypassed_heads);

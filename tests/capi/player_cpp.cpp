@@ -97,12 +97,12 @@ class CppPlayer final : public Player {
     std::vector<double> all;
     const auto add = [&](auto... values) { (all.push_back(static_cast<double>(values)), ...); };
     const EngineStats s = engine_.stats();
-    add(s.asked, s.unplanned, s.near_tokens, s.far_tokens, s.fetched_tokens, s.promoted, s.scored, s.estimated, s.ranked_pages,
-        s.sparse_chunks, s.dense_chunks, s.kept_blocks, s.causal_blocks, s.matched_tokens, s.evicted_blocks,
-        s.missed);
+    add(s.asked, s.unplanned, s.near_tokens, s.far_tokens, s.fetched_tokens, s.promoted, s.scored, s.estimated,
+        s.ranked_pages, s.sparse_chunks, s.dense_chunks, s.kept_blocks, s.causal_blocks, s.matched_tokens,
+        s.evicted_blocks, s.missed);
     const EngineMemoryUse m = engine_.memory();
-    add(m.far_pages, m.far_pages_used, m.far_pages_cached, m.prefixes, m.pinned, m.partials, m.policies != 0, m.near_pages, m.near_pages_used, m.codes,
-        m.digests, m.buffers);
+    add(m.far_pages, m.far_pages_used, m.far_pages_cached, m.prefixes, m.pinned, m.partials, m.policies != 0,
+        m.near_pages, m.near_pages_used, m.codes, m.digests, m.buffers);
     const AuditReport a = engine_.audit(SequenceId{sequence});
     add(AuditReport::top_k, a.layers, a.q_heads, a.tokens, a.attended_tokens, a.dense_tokens, a.bypassed_heads);
     add(a.coverage.count(), a.coverage.mean(), a.coverage.min(), a.coverage.percentile(0.05),
@@ -133,7 +133,8 @@ EngineOptions options_for(std::span<const std::string> policies) {
   options.answer_timeout = std::chrono::seconds(30);  // However busy the machine is.
   options.host_bytes = 8 * MiB;
   options.near_bytes = 256 * KiB;
-  options.largest = {.decode_rows = 4, .drafts = 2, .prefill_rows = 100, .prefills = 2, .max_tokens = 512, .audit = true};
+  options.largest = {
+      .decode_rows = 4, .drafts = 2, .prefill_rows = 100, .prefills = 2, .max_tokens = 512, .audit = true};
   options.sequences = 6;
   options.cpu_sequences = 3;
   for (const std::string& policy : policies) make_room_for(parse_policy(policy), 512, options);

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <array>
-#include <string>
 #include <vector>
 
 #include "tests/capi/c_support.hpp"
@@ -41,12 +39,12 @@ struct Tensors {
 };
 
 struct SmallEngine {
-  EnginePointer owner = create(small_options());
+  EnginePointer owner;
   sluice_engine* engine = owner.get();
   sluice_sequence sequence = 0;
   sluice_bucket bucket = sized<sluice_bucket>();
 
-  SmallEngine() {
+  explicit SmallEngine(const sluice_engine_options& options = small_options()) : owner(create(options)) {
     require_ok(sluice_engine_begin(engine, kPolicy, &sequence));
     bucket.decode_rows = kRows;
     bucket.features = SLUICE_BUCKET_UNBOUNDED;

@@ -1,4 +1,5 @@
-// Callers that know more or fewer fields than the library.
+// Callers that know more or fewer fields than the library, and what it says of itself.
+#include <algorithm>
 #include <cstring>
 
 #include "tests/capi/small_engine.hpp"
@@ -109,7 +110,7 @@ TEST_CASE("fields that the library does not know are taken if they are 0", "[cap
 }
 
 TEST_CASE("results that the library does not know are 0", "[capi][versions]") {
-  SmallEngine small;
+  const SmallEngine small;
   small.forward();
   Newer<sluice_stats> stats;
   Newer<sluice_memory> memory;
@@ -169,4 +170,19 @@ TEST_CASE("elements of an array have one size", "[capi][versions]") {
   std::uint64_t forward = 0;
   check_fails([&] { return sluice_engine_plan(small.engine, items, 2, &small.bucket, nullptr, &forward); },
               SLUICE_INVALID_ARGUMENT, {"sluice_plan_item 1", "20", "24"});
+}
+
+TEST_CASE("every status has a name, and the library its version", "[capi][versions]") {
+  std::vector<std::string> names;
+  for (sluice_status status = SLUICE_OK; status <= SLUICE_INTERNAL; ++status) {
+    const std::string name = sluice_status_name(status);
+    CHECK(name != "unknown");
+    CHECK(std::ranges::find(names, name) == names.end());
+    names.push_back(name);
+  }
+  CHECK(names[SLUICE_OUT_OF_CAPACITY] == "out_of_capacity");
+  CHECK(sluice_status_name(-1) == std::string("unknown"));
+  CHECK(sluice_status_name(99) == std::string("unknown"));
+  CHECK(sluice_abi_version() == SLUICE_ABI_VERSION);
+  CHECK(sluice_version() == std::string(SLUICE_TEST_VERSION));
 }

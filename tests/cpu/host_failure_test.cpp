@@ -5,6 +5,8 @@
 
 #include "tests/cpu/host_support.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/errors.hpp"
+#include "tests/support/no_threads.hpp"
 
 using namespace sluice;
 using namespace sluice::cpu;
@@ -180,4 +182,17 @@ TEST_CASE("a stream destroyed with work in its queue leaves nobody waiting", "[h
   REQUIRE(promised.state(5) == Flag::State::failed);
   REQUIRE(leak.expired());
   never.signal(1);
+}
+
+TEST_CASE("a stream that gets no thread is out of capacity", "[host_device][failure]") {
+  HostDevice device(workers());
+  {
+    const test::NoThreads none;
+    REQUIRE(test::code_of([&] { return device.create_stream("lane"); }) == Errc::out_of_capacity);
+  }
+  const auto stream = device.create_stream("lane");
+  int ran = 0;
+  call(*stream, [&ran] { ran = 1; });
+  stream->synchronize(soon());
+  REQUIRE(ran == 1);
 }

@@ -5,11 +5,14 @@
 #include <thread>
 
 #include "runtime/far/mailbox.hpp"
-#include "sluice/run_clock.hpp"
+#include "tests/runtime/comes.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/errors.hpp"
+#include "tests/support/no_threads.hpp"
 
 using namespace sluice;
 using namespace sluice::runtime;
+using namespace sluice::test;
 using namespace std::chrono_literals;
 
 namespace {
@@ -21,12 +24,6 @@ void ask(ForwardMailbox& mailbox, std::uint64_t asked) {
 }
 
 std::uint64_t gate(const ForwardMailbox& mailbox) { return look(mailbox.gate.word); }
-
-bool comes(const ForwardMailbox& mailbox, std::uint64_t word) {
-  const Deadline deadline = deadline_after(60s);
-  while (gate(mailbox) != word && RunClock::now() < deadline) std::this_thread::sleep_for(1ms);
-  return gate(mailbox) == word;
-}
 
 }  // namespace
 
@@ -55,7 +52,7 @@ TEST_CASE("an answer that does not come in time opens the gate, once it is asked
     const auto begin = Clock::now();
     ask(mailbox, 2 * forward);
     watchdog.wake(forward);
-    REQUIRE(comes(mailbox, ForwardGate::given_up(2 * forward)));
+    REQUIRE(comes([&] { return gate(mailbox) == ForwardGate::given_up(2 * forward); }));
     REQUIRE(Clock::now() - begin >= 100ms);
     open_gate(mailbox, 2 * forward);  // Too late.
     REQUIRE(gate(mailbox) == ForwardGate::given_up(2 * forward));
@@ -66,4 +63,10 @@ TEST_CASE("an answer that does not come in time opens the gate, once it is asked
     REQUIRE(gate(mailbox) == ForwardGate::closed(2 * forward + 1));
     std::atomic_ref(mailbox.outcome.forward).store(forward);
   }
+}
+
+TEST_CASE("a watchdog that gets no thread is out of capacity", "[watchdog]") {
+  ForwardMailbox mailbox{};
+  const test::NoThreads none;
+  REQUIRE(test::code_of([&] { return AnswerWatchdog(mailbox, 100ms), 0; }) == Errc::out_of_capacity);
 }

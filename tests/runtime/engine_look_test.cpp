@@ -1,9 +1,9 @@
 // Looks at prompts beside everything else: when they begin, what goes on meanwhile, and how they are taken back.
-#include <atomic>
 #include <string>
 #include <thread>
 
 #include "sluice/run_clock.hpp"
+#include "tests/runtime/gate.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_policies.hpp"
 #include "tests/support/engine_prefix.hpp"
@@ -18,33 +18,6 @@ namespace {
 constexpr std::uint32_t kPrompt = 130;
 constexpr std::uint32_t kThreads = 3;
 constexpr const char* kLooks = "clusters | top_p=0.9 | near=0,sinks=2,recent=6";
-
-/// Holds threads up that are not its own, as many as it is told to.
-struct Gate {
-  std::atomic<int> wanted{0};
-  std::atomic<int> held{0};
-  std::atomic<bool> open{false};
-  const std::thread::id caller = std::this_thread::get_id();
-
-  void pass() {
-    if (std::this_thread::get_id() == caller) {
-      const Deadline deadline = deadline_after(20s);
-      while (wanted > 0 && RunClock::now() < deadline) std::this_thread::sleep_for(1ms);  // Others come first.
-      return;
-    }
-    if (wanted <= 0 || wanted.fetch_sub(1) <= 0) return;
-    ++held;
-    while (!open) std::this_thread::sleep_for(1ms);
-    --held;
-  }
-  /// When as many are held: none that comes later is.
-  void await(int threads) {
-    const Deadline deadline = deadline_after(60s);
-    while (held < threads && RunClock::now() < deadline) std::this_thread::sleep_for(1ms);
-    REQUIRE(held == threads);
-    wanted = 0;
-  }
-};
 
 EngineOptions options_of(const EngineRig& rig, const std::shared_ptr<Gate>& gate) {
   EngineOptions options = policies::options_for(rig, 2, 0);
@@ -106,8 +79,10 @@ TEST_CASE("other sequences go on while threads look at a prompt", "[engine][look
   gate->await(kThreads);
   for (const auto& each : want_other) REQUIRE(policies::decode(engine, rig, other) == each);
   REQUIRE(engine.stats().stalls == 0);
+  // When the plan has come to wait for the look, of which it does the pieces that nobody has begun.
   std::jthread opens([&] {
-    std::this_thread::sleep_for(50ms);
+    const Deadline deadline = deadline_after(20s);
+    while (!gate->helped && RunClock::now() < deadline) std::this_thread::sleep_for(1ms);
     gate->open = true;
   });
   REQUIRE(policies::decode(engine, rig, looks) == want[0]);

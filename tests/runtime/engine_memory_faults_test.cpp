@@ -5,9 +5,10 @@
 
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
-#include "tests/runtime/toy.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/failing_new.hpp"
+#include "tests/support/reference.hpp"
+#include "tests/support/story.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -37,7 +38,7 @@ EngineOptions options() {
 /// One sequence, whose outputs lie in memory that was there before anything may fail.
 class Session {
  public:
-  Session(Engine& engine, const Toy& toy, SequenceId id = {}) : engine_(engine), toy_(toy), id_(id) {}
+  Session(Engine& engine, const Story& story, SequenceId id = {}) : engine_(engine), story_(story), id_(id) {}
 
   void begin(const PolicySpec& policy) { id_ = engine_.begin(policy); }
   void begin(const PolicySpec& policy, std::span<const std::int32_t> prompt) { id_ = engine_.begin(policy, prompt); }
@@ -56,10 +57,12 @@ class Session {
     const Batch batch = engine_.plan({&item, 1}, bucket, nullptr);
     try {
       for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
-        const std::uint32_t rows = bucket.rows();
-        engine_.attend(bucket, LayerId{layer}, toy_.q(layer, at, rows), toy_.k(layer, at, rows),
-                       toy_.v(layer, at, rows),
-                       dense_view(out_.data(), DType::f32, rows, kShape.q_heads, kShape.head_dim), nullptr);
+        const auto view = [&](auto* rows, std::uint32_t heads) {
+          return dense_view(rows, DType::f32, bucket.rows(), heads, kShape.head_dim);
+        };
+        engine_.attend(bucket, LayerId{layer}, view(story_.q(layer, at), kShape.q_heads),
+                       view(story_.k(layer, at), kShape.kv_heads), view(story_.v(layer, at), kShape.kv_heads),
+                       view(out_.data(), kShape.q_heads), nullptr);
       }
     } catch (const Error&) {
       fail_allocation(-1);
@@ -70,7 +73,7 @@ class Session {
   }
 
   Engine& engine_;
-  const Toy& toy_;
+  const Story& story_;
   SequenceId id_;
   std::vector<float> out_ = std::vector<float>(std::size_t{kPrompt} * kShape.q_heads * kShape.head_dim);
 };
@@ -127,7 +130,7 @@ void tell_twice(Engine& engine, Session (&sessions)[2], std::span<const std::int
 TEST_CASE("every allocation of sequences that share a prefix may fail", "[memory_faults][engine][prefix]") {
   const char* const policy = GENERATE("lfps", "exact | int4 | top_k=20 | near=0,sinks=4,recent=8");
   CAPTURE(policy);
-  const Toy toy(kShape, kTokens + kPrompt, 79);
+  const Story story(kShape, kTokens + kPrompt, 79);
   const PolicySpec spec = parse_policy(policy);
   const PolicySpec beside = parse_policy("exact | int4 | top_p=0.9 | near=0,sinks=4,recent=8");
   const auto all = names(kTokens);
@@ -138,7 +141,7 @@ TEST_CASE("every allocation of sequences that share a prefix may fail", "[memory
   for (long which = -1; reached || which == 0; which += 1 + which / 12) {
     CAPTURE(which);
     Engine engine(options());
-    Session sessions[2] = {{engine, toy}, {engine, toy}};
+    Session sessions[2] = {{engine, story}, {engine, story}};
     fail_allocation(which);
     try {
       tell_twice(engine, sessions, all, spec, beside);
@@ -157,14 +160,14 @@ TEST_CASE("every allocation of sequences that share a prefix may fail", "[memory
     REQUIRE(engine.memory().far_pages_used == 0);
     const std::uint32_t known = engine.match_prefix(spec, ids);
     REQUIRE(known <= kPrompt - 1);
-    Session last(engine, toy);
+    Session last(engine, story);
     last.begin(spec, ids);
     REQUIRE(last.tokens() == known);
     last.prefill();
     REQUIRE(engine.match_prefix(beside, ids) == kPrompt - 16);
     while (last.tokens() < kTokens) last.decode();
     if (which < 0) want.assign(last.out().begin(), last.out().end());
-    REQUIRE(worst_difference(std::vector<float>(last.out().begin(), last.out().end()), want) < 1e-5);
+    REQUIRE(max_abs_diff(last.out(), want) < 1e-5);
     const SequenceId forks[] = {engine.fork(last.id(), 20, beside), engine.fork(last.id(), 80, beside)};
     for (const SequenceId each : forks) engine.end(each);
     REQUIRE(which < 1'000'000);
@@ -175,11 +178,11 @@ TEST_CASE("every allocation of sequences that share a prefix may fail", "[memory
 TEST_CASE("every allocation of a sequence that is parked and resumed may fail", "[memory_faults][engine][park]") {
   const char* const policy = GENERATE("lfps", "exact | int4 | top_k=20 | near=0,sinks=4,recent=8");
   CAPTURE(policy);
-  const Toy toy(kShape, kTokens + kPrompt, 80);
+  const Story story(kShape, kTokens + kPrompt, 80);
   const PolicySpec spec = parse_policy(policy);
   const auto ids = names(kPrompt);
   Engine engine(options());
-  Session session(engine, toy);
+  Session session(engine, story);
   session.begin(spec, ids);
   session.prefill();
   std::vector<std::byte> area(engine.park_bytes(session.id()));
@@ -222,13 +225,13 @@ TEST_CASE("every allocation of a sequence of an engine may fail", "[memory_fault
       "exact | channels=8 | top_k=20 | near=0,sinks=4,recent=8", "adakv:budget=40,window=16",
       "exact | verified=0.2,heavy=9 | near=0,sinks=4,recent=8", "exact | int4 | top_k=20 | near=0,sinks=4,recent=8");
   CAPTURE(policy);
-  const Toy toy(kShape, kTokens, 78);
+  const Story story(kShape, kTokens, 78);
   const PolicySpec spec = parse_policy(policy);
   const PolicySpec beside = parse_policy("exact | int4 | top_p=0.9 | near=0,sinks=4,recent=8");
   std::vector<float> want;
   {
     Engine engine(options());
-    Session other(engine, toy);
+    Session other(engine, story);
     tell(other, beside);
     other.decode();
     want.assign(other.out().begin(), other.out().end());
@@ -239,9 +242,9 @@ TEST_CASE("every allocation of a sequence of an engine may fail", "[memory_fault
   for (long which = 0; reached; which += 1 + which / 12) {
     CAPTURE(which);
     Engine engine(options());
-    Session other(engine, toy);
+    Session other(engine, story);
     tell(other, beside);
-    Session session(engine, toy);
+    Session session(engine, story);
     fail_allocation(which);
     try {
       tell(session, spec);
@@ -261,7 +264,7 @@ TEST_CASE("every allocation of a sequence of an engine may fail", "[memory_fault
       session.end();
     }
     other.decode();
-    REQUIRE(worst_difference(std::vector<float>(other.out().begin(), other.out().end()), want) < 1e-5);
+    REQUIRE(max_abs_diff(other.out(), want) < 1e-5);
     REQUIRE(which < 1'000'000);
   }
   REQUIRE(reports > 5);
@@ -275,12 +278,12 @@ TEST_CASE("every allocation of a fork whose policy has learnt, and of what it sa
                                       "magicpig:recent_prompt=8", "tactic:least=16,size=4,recluster=64",
                                       "exact | hadamard | top_k=20 | near=0", "adakv:budget=40,window=16");
   CAPTURE(policy);
-  const Toy toy(kShape, kTokens + kPrompt, 80);
+  const Story story(kShape, kTokens + kPrompt, 80);
   EngineOptions two = options();
   two.cpu_sequences = 2;
   two.threads = 1;
   Engine engine(two);
-  Session parent(engine, toy);
+  Session parent(engine, story);
   tell(parent, parse_policy(policy));
   const EngineMemoryUse before = engine.memory();
   std::vector<float> want;
@@ -305,10 +308,10 @@ TEST_CASE("every allocation of a fork whose policy has learnt, and of what it sa
       REQUIRE(engine.can_admit(1));
       child = engine.fork(parent.id(), tokens);
     }
-    Session other(engine, toy, child);
+    Session other(engine, story, child);
     while (other.tokens() < kTokens) other.decode();
     if (which < 0) want.assign(other.out().begin(), other.out().end());
-    REQUIRE(worst_difference(std::vector<float>(other.out().begin(), other.out().end()), want) < 1e-5);
+    REQUIRE(max_abs_diff(other.out(), want) < 1e-5);
     other.end();
     REQUIRE(which < 100'000);
   }

@@ -1,11 +1,13 @@
 // The cases of every engine, on a host device with memory of its own whose stream is a queue; and what only such a
 // device can show.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <new>
+#include <span>
 
 #include "cpu/device/host_device.hpp"
-#include "tests/runtime/toy.hpp"
+#include "tests/runtime/own_device.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
 
@@ -13,7 +15,7 @@ namespace sluice::test {
 
 EngineRig engine_rig() {
   EngineRig rig{
-      .device = own_device({}, handover_or(Handover::device)), .queue = nullptr, .kv_dtype = kv_dtype_or(DType::f32)};
+      .device = own_device(handover_or(Handover::device)), .queue = nullptr, .kv_dtype = kv_dtype_or(DType::f32)};
   rig.queue = rig.device->create_stream("caller");
   rig.stream = rig.queue.get();
   return rig;
@@ -54,8 +56,7 @@ double plain_difference(const std::vector<float>& out, const Story& story, std::
   double worst = 0.0;
   for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
     const std::vector<double> want = story.attended(layer, token, story.tokens(), 1, 0);
-    for (std::size_t i = 0; i < want.size(); ++i)
-      worst = std::max(worst, std::abs(want[i] - out[layer * want.size() + i]));
+    worst = std::max(worst, difference(std::span(out).subspan(layer * want.size(), want.size()), want));
   }
   return worst;
 }

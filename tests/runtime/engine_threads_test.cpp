@@ -7,7 +7,8 @@
 
 #include "cpu/machine/core_shares.hpp"
 #include "sluice/run_clock.hpp"
-#include "tests/runtime/toy.hpp"
+#include "tests/runtime/gate.hpp"
+#include "tests/runtime/own_device.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_plain.hpp"
 
@@ -20,42 +21,12 @@ namespace {
 
 constexpr const char* kPolicy = "exact | int4 | top_k=10 | near=0,sinks=2,recent=6";
 
-/// Holds one thread up that is not its own, from when it is told to until it is to let go.
-struct Gate {
-  std::atomic<bool> armed{false};
-  std::atomic<bool> held{false};
-  std::atomic<bool> open{false};
-  const std::thread::id caller = std::this_thread::get_id();
-
-  void pass() {
-    if (std::this_thread::get_id() == caller) {
-      while (armed) std::this_thread::sleep_for(1ms);  // Else there may be nothing left for others.
-    } else if (armed.exchange(false)) {
-      held = true;
-      while (!open) std::this_thread::sleep_for(1ms);
-      held = false;
-    }
-  }
-};
-
 EngineOptions impatient(const EngineRig& rig, const std::shared_ptr<Gate>& gate) {
   EngineOptions options = options_for(rig, 1, 60, 0);
   options.answer_timeout = 400ms;
   options.timeout = 1s;
   options.before_answer = [gate] { gate->pass(); };
   return options;
-}
-
-/// The error that a call ends with.
-template <class Call>
-std::pair<Errc, std::string> error_of_call(const Call& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return {error.code(), error.what()};
-  }
-  FAIL("no error");
-  return {};
 }
 
 }  // namespace
@@ -72,7 +43,7 @@ TEST_CASE("a thread that does not come back from an answer costs the engine, not
   import_story(*engine, rig, teller, 100);
   ForwardTensors tensors(*rig.device, kShape, 1);
   (void)run_forward(*engine, rig, tensors, {&teller});
-  gate->armed = true;
+  gate->wanted = 1;
   tensors.set(0, story, teller.at);
   const Batch batch = engine->plan(one_each({&teller.id, 1}), engine->options().largest, rig.stream);
   tensors.attend(*engine, rig.stream);
@@ -80,10 +51,10 @@ TEST_CASE("a thread that does not come back from an answer costs the engine, not
   REQUIRE(std::isnan(tensors.out(0).back()));
   for (int i = 0; i < 2; ++i) REQUIRE(code_of([&] { engine->finish(batch); }) == Errc::timeout);
   REQUIRE(engine->tokens(teller.id) == teller.at);
-  REQUIRE(gate->held);
+  REQUIRE(gate->held == 1);
   if (comes_back) {
     gate->open = true;
-    const auto [code, text] = error_of_call([&] { engine->finish(batch); });
+    const auto [code, text] = refusal_of([&] { engine->finish(batch); });
     CAPTURE(text);
     REQUIRE(code == Errc::device);
     REQUIRE(text.find("sequence " + std::to_string(teller.id.value) + ";") != std::string::npos);
@@ -96,7 +67,7 @@ TEST_CASE("a thread that does not come back from an answer costs the engine, not
     return;
   }
   engine.reset();
-  REQUIRE(gate->held);
+  REQUIRE(gate->held == 1);
   REQUIRE(rig.device.use_count() > users);
   REQUIRE(cpu::CoreShares::of_process().shares().empty());
   gate->open = true;
@@ -116,9 +87,9 @@ TEST_CASE("a thread that does not come back from a look at a prompt costs a plan
   Teller stuck{.story = &story, .id = engine->begin(parse_policy("exact | top_k=10 | near=0,sinks=2,recent=6"))};
   Teller other{.story = &story, .id = engine->begin(parse_policy(kPolicy))};
   for (Teller* const teller : {&stuck, &other}) import_story(*engine, rig, *teller, 100);
-  gate->armed = true;
+  gate->wanted = 1;
   const auto plan = [&] { (void)engine->plan(one_each({&stuck.id, 1}), engine->options().largest, rig.stream); };
-  const auto [code, text] = error_of_call(plan);
+  const auto [code, text] = refusal_of(plan);
   CAPTURE(text);
   REQUIRE(code == Errc::timeout);
   REQUIRE(text.find("sequence " + std::to_string(stuck.id.value)) != std::string::npos);
@@ -129,9 +100,9 @@ TEST_CASE("a thread that does not come back from a look at a prompt costs a plan
     REQUIRE(error_of(out[0], story, other.at - 1, 2, 6, 10) < kTolerance);
   }
   engine->end(stuck.id);
-  REQUIRE(gate->held);
+  REQUIRE(gate->held == 1);
   engine.reset();
-  REQUIRE(gate->held);
+  REQUIRE(gate->held == 1);
   REQUIRE(rig.device.use_count() > users);
   gate->open = true;
   while (rig.device.use_count() != users) std::this_thread::sleep_for(1ms);
@@ -147,9 +118,9 @@ TEST_CASE("a fork that shares the page in which a sequence goes on leaves it not
   options.cpu_sequences = 3;
   options.answer_timeout = options.timeout = 60s;
   options.before_answer = [gate, learnable] {
-    if (!gate->armed || std::this_thread::get_id() == gate->caller) return;
+    if (gate->wanted == 0 || std::this_thread::get_id() == gate->caller) return;
     if (learnable->state() != Event::State::done) return;
-    gate->held = true;
+    gate->held = 1;
     while (!gate->open) std::this_thread::sleep_for(1ms);
   };
   const Story story(kShape, 220, 5);
@@ -170,9 +141,9 @@ TEST_CASE("a fork that shares the page in which a sequence goes on leaves it not
   };
   const Batch last = enqueue(parent, tensors);
   rig.queue->record(*learnable);
-  gate->armed = true;
+  gate->wanted = 1;
   const Batch next = enqueue(other, more);
-  while (!gate->held) std::this_thread::sleep_for(1ms);
+  while (gate->held == 0) std::this_thread::sleep_for(1ms);
   engine->finish(last);
   const SequenceId child = engine->fork(parent.id, 214, parse_policy(kPolicy));
   const std::uint64_t learnt = engine->memory(parent.id).policy;

@@ -10,6 +10,8 @@
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
+#include "tests/support/errors.hpp"
+#include "tests/support/no_threads.hpp"
 
 using namespace sluice;
 using namespace sluice::runtime;
@@ -84,18 +86,59 @@ TEST_CASE("threads go by the share of cores when a forward is planned", "[far_wo
   workers.wake(1);
   REQUIRE(workers.active() == 3);
   REQUIRE(workers.spins());
-  REQUIRE(comes([&] { return resting(workers) == 4; }));
+  REQUIRE(comes([&] { return workers.asleep() == 4; }));
   std::optional<cpu::CoreShares::Lease> third(
       shares.take({.topology = machine.of_pus(std::vector<std::uint32_t>{0, 2, 4, 6}), .named = true}));
   workers.wake(2);
   REQUIRE(workers.active() == 1);
-  REQUIRE(comes([&] { return resting(workers) == 6; }));
+  REQUIRE(comes([&] { return workers.asleep() == 6 && workers.aside() == 0; }));
   other.reset();
   third.reset();
   workers.wake(3);
   REQUIRE(workers.active() == 7);
   REQUIRE(comes([&] { return workers.asleep() == 0; }));
   desk.end(3);
+  REQUIRE(comes([&] { return resting(workers) == 7; }));
+}
+
+TEST_CASE("half of the threads stand aside where others take their cores, and come back where fewer are left",
+          "[far_workers][presence]") {
+  Desk desk;
+  cpu::CoreShares shares;
+  const cpu::Topology machine("core:8 pu:2");
+  std::atomic<std::uint64_t> taken{0};
+  std::atomic<bool> busy{true};
+  const auto times_taken = [&] { return busy ? ++taken : taken.load(); };  // Once more, or twice, at every look.
+  FarWorkers workers = desk.workers(shares, machine, {.spare = 1, .pin = false, .times_taken = times_taken});
+  REQUIRE(workers.active() == 7);
+  std::uint64_t forward = 0;
+  const auto next_forward = [&] {
+    desk.end(forward);
+    REQUIRE(comes([&] { return resting(workers) == 7; }));
+    workers.wake(++forward);
+  };
+  // Who does not spin does not look, and a forward that asks nothing is not waited for in that way for long.
+  REQUIRE(comes([&] {
+    next_forward();
+    std::this_thread::sleep_for(5ms);
+    return workers.aside() == 3;
+  }));
+  REQUIRE(comes([&] { return workers.asleep() == 0; }));
+  std::this_thread::sleep_for(3 * Presence::kFirstPause);  // None passes its probation.
+  REQUIRE(workers.aside() == 3);
+
+  std::optional<cpu::CoreShares::Lease> other(
+      shares.take({.topology = machine.of_pus(std::vector<std::uint32_t>{0, 2, 4, 6, 8, 10}), .named = true}));
+  next_forward();
+  REQUIRE(workers.active() == 1);
+  REQUIRE(comes([&] { return workers.asleep() == 6 && workers.aside() == 0; }));  // The one that is left answers.
+
+  busy = false;
+  other.reset();
+  workers.wake(++forward);
+  REQUIRE(workers.active() == 7);
+  REQUIRE(comes([&] { return workers.asleep() == 0; }));
+  desk.end(forward);
   REQUIRE(comes([&] { return resting(workers) == 7; }));
 }
 
@@ -141,7 +184,8 @@ TEST_CASE("threads work for jobs, but never all that answer, and then sleep", "[
     CAPTURE(each.threads, each.under_way);
     Desk desk;
     cpu::CoreShares shares;
-    FarWorkers workers = desk.workers(shares, "core:8 pu:1", {.threads = each.threads, .pin = false, .jobs = true});
+    // Nothing spins, so none stands aside, however busy the machine.
+    FarWorkers workers = desk.workers(shares, "core:2 pu:1", {.threads = each.threads, .pin = false, .jobs = true});
     REQUIRE(comes([&] { return resting(workers) == each.threads; }));
     if (each.under_way) workers.wake(1);
     std::atomic<int> working{0};
@@ -216,4 +260,12 @@ TEST_CASE("who needs threads not to learn waits for them, though not for ever", 
     REQUIRE_FALSE(desk.choice.learn(1, [] { return false; }));
   }
   REQUIRE(desk.choice.learn(1, [] { return false; }));
+}
+
+TEST_CASE("where there are no threads to be had workers are out of capacity", "[far_workers]") {
+  Desk desk;
+  cpu::CoreShares shares;
+  const NoThreads none;
+  const FarWorkersOptions options{.threads = 3, .pin = false};
+  REQUIRE(code_of([&] { return desk.workers(shares, "core:4 pu:2", options).active(); }) == Errc::out_of_capacity);
 }

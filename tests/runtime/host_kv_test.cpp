@@ -3,9 +3,11 @@
 #include "runtime/far/host_kv.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "tests/support/catch.hpp"
@@ -75,6 +77,39 @@ TEST_CASE("a host reader scores rows that are no keys, for any number of columns
     for (std::size_t c = 0; c < 64; ++c) dot += static_cast<double>(row[c]) * x[i % columns * 64 + c];
     REQUIRE(std::abs(out[i] - dot / 8.0) < 1e-4);
   }
+}
+
+TEST_CASE("scores that threads share are those of one", "[host_kv][shared_calls]") {
+  const auto dtype = GENERATE(DType::f32, DType::bf16, DType::fp8_e4m3);
+  const auto group = GENERATE(1u, 3u, 4u);
+  constexpr std::uint32_t kTokens = 2'600;
+  const Problem problem({.dtype = dtype, .tokens = kTokens, .head_dim = 64, .group = group});
+  cpu::Backend backend(*workers());
+  SharedCalls calls(2);
+  std::atomic<bool> over{false};
+  const std::jthread helper([&] {
+    while (!over) {
+      if (const SharedCalls::Claim claim = calls.claim(1)) {
+        claim.run();
+        claim.finish();
+      }
+    }
+  });
+  for (const std::uint32_t count : {0u, 1u, 511u, 512u, 513u, 1'024u, 1'025u, 2'500u}) {
+    CAPTURE(to_string(dtype), group, count);
+    std::vector<std::uint32_t> tokens(count);
+    for (std::uint32_t i = 0; i < count; ++i) tokens[i] = i * kTokens / count;
+    HostKv alone(backend, problem.shape(), problem.kv());
+    HostKv shared(backend, problem.shape(), problem.kv());
+    shared.share({.calls = &calls, .caller = 1});
+    const std::uint64_t before = calls.shared();
+    std::vector<float> want(std::size_t{count} * group + 1, 7.f), got = want;
+    alone.score(problem.q(), tokens, want.data());
+    shared.score(problem.q(), tokens, got.data());
+    REQUIRE(got == want);
+    REQUIRE(calls.shared() - before == (count > 512 ? 1 : 0));
+  }
+  over = true;
 }
 
 TEST_CASE("a host reader clusters keys the same however they lie in pages", "[host_kv]") {

@@ -7,10 +7,10 @@
 #include <csignal>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "cpu/device/host_device.hpp"
+#include "tests/runtime/comes.hpp"
 #include "tests/runtime/parked.hpp"
 #include "tests/support/forwarding.hpp"
 #include "tests/support/temporary_directory.hpp"
@@ -56,6 +56,26 @@ class RefusingDevice final : public ForwardingDevice {
       : ForwardingDevice(std::move(inner)), verbs(*inner_->forward_verbs()) {}
   [[nodiscard]] ForwardVerbs* forward_verbs() noexcept override { return &verbs; }
   RefusingVerbs verbs;
+};
+
+/// Its newest stream stands still when it is told to.
+class StandingDevice final : public ForwardingDevice {
+ public:
+  explicit StandingDevice(std::shared_ptr<Device> inner) : ForwardingDevice(std::move(inner)) {}
+  [[nodiscard]] ForwardVerbs* forward_verbs() noexcept override { return inner_->forward_verbs(); }
+  [[nodiscard]] std::unique_ptr<Stream> create_stream(const std::string& name) override {
+    auto stream = inner_->create_stream(name);
+    newest_ = stream.get();
+    return stream;
+  }
+  /// What is enqueued on it from now on waits for `go_on`.
+  void stand() { newest_->wait(flag_, ++turn_); }
+  void go_on() noexcept { flag_.signal(turn_); }
+
+ private:
+  Flag flag_;
+  std::uint64_t turn_ = 0;
+  Stream* newest_ = nullptr;
 };
 
 }  // namespace
@@ -127,33 +147,64 @@ TEST_CASE("a device that fails while a sequence is resumed costs that sequence a
 TEST_CASE("a device that is late while a sequence is resumed keeps its blocks until it is through", "[park]") {
   using namespace std::chrono_literals;
   Parked parked(40);
+  const auto device = std::make_shared<StandingDevice>(parked.rig.device);
   EngineOptions impatient = options();
-  impatient.timeout = 100ms;
-  Engine engine(impatient, parked.rig.device);
-  const EngineMemoryUse before = engine.memory();
-  auto& device = static_cast<cpu::HostDevice&>(*parked.rig.device);
-  int late = 0;
-  for (std::uint64_t seed = 0; seed < 3; ++seed) {
-    device.inject({.seed = seed, .max_delay = 2s});
-    try {
-      engine.end(engine.resume(parked.area, "model"));
-    } catch (const Error& error) {
-      REQUIRE(error.code() == Errc::timeout);
-      REQUIRE(engine.memory().far_pages_used > before.far_pages_used);
-      ++late;
-    }
-    device.inject({});
+  impatient.timeout = 300ms;
+  Engine engine(impatient, device);
+  const std::uint64_t before = engine.memory().far_pages_used;
+  const auto resume = [&] {
+    const SequenceId id = engine.resume(parked.area, "model");
+    REQUIRE(engine.tokens(id) == 40);
+    engine.end(id);
+  };
+  resume();  // Its stream remains.
+  for (int round = 0; round < 3; ++round) {
+    CAPTURE(round);
+    device->stand();
+    REQUIRE(code_of(resume) == Errc::timeout);
+    const std::uint64_t late = engine.memory().far_pages_used;
+    REQUIRE(late > before);
     // The next one has a stream and blocks of its own; the others come back when the device is through.
-    const auto deadline = std::chrono::steady_clock::now() + 60s;
-    do {
-      const SequenceId id = engine.resume(parked.area, "model");
-      REQUIRE(engine.tokens(id) == 40);
-      engine.end(id);
-      std::this_thread::sleep_for(1ms);
-    } while (engine.memory().far_pages_used != before.far_pages_used && std::chrono::steady_clock::now() < deadline);
-    REQUIRE(engine.memory().far_pages_used == before.far_pages_used);
+    resume();
+    REQUIRE(engine.memory().far_pages_used == late);
+    device->go_on();
+    REQUIRE(comes([&] { return engine.memory().far_pages_used == before; }));
   }
-  REQUIRE(late > 0);
+}
+
+TEST_CASE("blocks that a late device has kept are anybody's once it is through, whoever asks first", "[park]") {
+  using namespace std::chrono_literals;
+  const std::string first = GENERATE(as<std::string>{}, "can_admit", "import", "plan", "resume");
+  CAPTURE(first);
+  Parked parked(40);
+  const auto device = std::make_shared<StandingDevice>(parked.rig.device);
+  EngineOptions narrow = options();
+  narrow.timeout = 300ms;
+  narrow.largest.prefill_rows = 40;
+  narrow.largest.prefills = 1;
+  narrow.host_bytes = 6 * block_bytes(narrow);  // One more than the sequence has.
+  Engine engine(narrow, device);
+  engine.end(engine.resume(parked.area, "model"));
+  device->stand();
+  REQUIRE(code_of([&] { (void)engine.resume(parked.area, "model"); }) == Errc::timeout);
+  const SequenceId id = engine.begin(parse_policy("full:near=0"));
+  const PlanItem item{.sequence = id, .tokens = 40, .prefill = true};
+  const auto has_room = [&] {
+    if (first == "can_admit") return engine.can_admit(40);
+    try {
+      Teller teller{.story = &parked.story, .id = id};
+      if (first == "import") import_story(engine, parked.rig, teller, 40);
+      if (first == "plan") engine.cancel(engine.plan({&item, 1}, engine.options().largest, parked.rig.stream));
+      if (first == "resume") (void)engine.resume(parked.area, "model");
+    } catch (const Error& error) {
+      REQUIRE(error.code() == Errc::out_of_capacity);
+      return false;
+    }
+    return true;
+  };
+  REQUIRE_FALSE(has_room());
+  device->go_on();
+  REQUIRE(comes(has_room));
 }
 
 TEST_CASE("a sequence is resumed after a plan was refused, whether the block that it copied is held or free",

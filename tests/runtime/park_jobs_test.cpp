@@ -25,7 +25,7 @@ namespace {
 constexpr AttentionShape kShape{.layers = 2, .q_heads = 4, .kv_heads = 2, .head_dim = 64};
 constexpr std::uint32_t kPrompt = 8000;  // 16 MiB of f32: 64 blocks of a parked body.
 
-/// What threads do before each piece of a job.
+/// What threads do before each piece of a job: the first waits for a second one, so that none does all of them.
 struct Hook {
   const std::thread::id caller = std::this_thread::get_id();
   std::mutex mutex;
@@ -39,16 +39,14 @@ struct Hook {
       const std::lock_guard lock(mutex);
       seen.insert(std::this_thread::get_id());
     }
-    if (mine && holds) {
-      const Deadline deadline = deadline_after(20s);
-      while (holds && RunClock::now() < deadline) std::this_thread::sleep_for(1ms);  // Others come first.
-    } else if (!mine && holds.exchange(false)) {
+    if (!mine && holds.exchange(false)) {
       held = true;
       while (!open) std::this_thread::sleep_for(1ms);
       held = false;
-    } else {
-      std::this_thread::sleep_for(1ms);  // So that no thread does all of them.
+      return;
     }
+    const Deadline deadline = deadline_after(20s);
+    while (((mine && holds) || threads() < 2) && RunClock::now() < deadline) std::this_thread::sleep_for(1ms);
   }
   [[nodiscard]] std::size_t threads() {
     const std::lock_guard lock(mutex);
@@ -234,14 +232,18 @@ TEST_CASE("bytes of a body are found where its rows lie, in turns, in pages and 
 TEST_CASE("a piece that is late and ends well counts, one that ends badly or not at all does not", "[job]") {
   enum class End { well, badly, unused };
   const End end = GENERATE(End::well, End::badly, End::unused);
-  std::atomic<bool> begun{false};
+  constexpr auto kLate = 300ms;  // Behind a caller that waits for a millisecond.
+  std::atomic<bool> begun{false}, awaits{false}, gave_up{false};
+  const auto until = [](const std::atomic<bool>& set) {
+    while (!set) std::this_thread::sleep_for(1ms);
+  };
   std::shared_ptr<runtime::Job> job;
   runtime::BorrowingJob borrowing(
       [&](std::uint32_t pieces, std::function<void(std::uint32_t)> piece) {
         if (end == End::unused)
-          piece = [&begun, piece = std::move(piece)](std::uint32_t i) {
+          piece = [&, piece = std::move(piece)](std::uint32_t i) {
             begun = true;
-            std::this_thread::sleep_for(200ms);  // Before it looks whether there is something left to use.
+            until(gave_up);  // Then it looks whether there is something left to use.
             piece(i);
           };
         return job = std::make_shared<runtime::Job>(pieces, std::move(piece));
@@ -249,12 +251,15 @@ TEST_CASE("a piece that is late and ends well counts, one that ends badly or not
       1,
       [&](std::uint32_t) {
         begun = true;
-        std::this_thread::sleep_for(200ms);
+        if (end != End::unused) until(awaits);
+        std::this_thread::sleep_for(kLate);
         if (end == End::badly) throw Error(Errc::io, "the disk is full");
       });
   std::thread worker([&] { (void)job->work(); });
-  while (!begun) std::this_thread::sleep_for(1ms);
+  until(begun);
+  awaits = true;
   const bool done = borrowing.await(1ms);
+  gave_up = true;
   worker.join();
   REQUIRE(done == (end == End::well));
 }

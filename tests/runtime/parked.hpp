@@ -31,7 +31,7 @@ inline EngineOptions options() {
   return options;
 }
 
-/// An engine, and what was parked of a sequence of it that is no more. It has names and queries.
+/// An engine, and what was parked of one of its sequences, which has ended. It has names and queries.
 struct Parked {
   explicit Parked(std::uint32_t tokens) : story(kShape, tokens + 10, 401), engine(options(), rig.device) {
     std::vector<std::int32_t> ids;

@@ -72,10 +72,7 @@ TEST_CASE("each query head keeps the nearest codes, ties to the earlier", "[adam
   const double of_keys = deviation(all);
   const std::vector<float> q = random_queries(kGroup, kDim, 22);
   const FakeNear near(n, 4, 3);
-  SelectionRow row;
-  Bypass bypass;
-  SelectCounters counters;
-  policy->select({.kv_head = 0, .tokens = n, .q = q.data(), .near = &near.set, .kv = &kv}, row, bypass, counters);
+  const auto [row, bypass, counters] = select(*policy, kv, n, q, near.set);
   if (n > 7) {
     for (std::uint32_t h = 0; h < kGroup; ++h) {
       const std::vector<double> query = transformed(q.data() + h * kDim, kDim);
@@ -99,10 +96,7 @@ TEST_CASE("a key like the query is found among others, however channels are scal
   const auto policy = make("exact | hadamard | top_k=50 | near=0,sinks=4,recent=0");
   policy->begin({.kv_head = 0, .tokens = n - 1, .queries = 0, .last_q = {}, .kv = &kv});
   const FakeNear near(n, 4, 0);
-  SelectionRow row;
-  Bypass bypass;
-  SelectCounters counters;
-  policy->select({.kv_head = 0, .tokens = n, .q = q.data(), .near = &near.set, .kv = &kv}, row, bypass, counters);
+  const SelectionRow row = select(*policy, kv, n, q, near.set).row;
   REQUIRE(std::ranges::count(attended_by(row, 0), needle) == 1);
 }
 

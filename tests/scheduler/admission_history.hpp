@@ -16,7 +16,8 @@ namespace sluice::test {
 /// what its options say.
 class AdmissionHistory {
  public:
-  explicit AdmissionHistory(std::uint64_t seed) : random_(seed), options_(draw_options()), admission_(options_) {}
+  explicit AdmissionHistory(std::uint64_t seed)
+      : random_(seed), options_(draw_options()), room_{options_}, admission_(options_) {}
 
   /// All decisions, in order.
   std::vector<std::uint64_t> run() {
@@ -65,19 +66,6 @@ class AdmissionHistory {
     return options;
   }
 
-  [[nodiscard]] std::uint64_t pages_of(std::uint64_t tokens) const {
-    return (tokens + options_.page_tokens - 1) / options_.page_tokens;
-  }
-  [[nodiscard]] std::uint64_t near_of(std::uint64_t tokens) const {
-    const std::uint64_t most = options_.near_pages_per_sequence;
-    return most == 0 ? pages_of(tokens) : std::min(most, pages_of(tokens));
-  }
-  [[nodiscard]] bool fits(std::uint64_t pages, std::uint64_t near) const {
-    return pages <= options_.pages && (options_.near_pages == 0 || near <= options_.near_pages);
-  }
-  [[nodiscard]] std::uint32_t last_tokens(const NaiveRequest& each) const {
-    return each.asked.prompt_tokens + std::max(each.asked.max_new_tokens, 1u) - 1;
-  }
   [[nodiscard]] std::size_t running() const {
     return static_cast<std::size_t>(std::ranges::count(lives_, true, &NaiveRequest::runs));
   }
@@ -94,8 +82,8 @@ class AdmissionHistory {
                                 .max_new_tokens = random_.below(12),
                                 .on_cpu = random_.below(4) == 0},
                       .alike = counts_shared_ ? 0 : random_.below(2)};
-    const std::uint32_t last = last_tokens(each);
-    const bool can_run = fits(pages_of(last), near_of(last)) &&
+    const std::uint32_t last = each.last_tokens();
+    const bool can_run = room_.fits(room_.pages_of(last), room_.near_of(last)) &&
                          (options_.max_tokens == 0 || last <= options_.max_tokens) &&
                          (!each.asked.on_cpu || options_.cpu_sequences != 0);
     bool refused = false;
@@ -138,10 +126,10 @@ class AdmissionHistory {
   void preempt(RequestId id, bool exact) {
     std::uint64_t pages = 0, near = 0;
     for (const NaiveRequest& each : lives_) {
-      pages += each.runs ? pages_of(each.wants()) : 0;
-      near += each.runs ? near_of(each.wants()) : 0;
+      pages += each.runs ? room_.pages_of(each.wants()) : 0;
+      near += each.runs ? room_.near_of(each.wants()) : 0;
     }
-    law(!exact || !fits(pages, near), "a request is preempted though there is room");
+    law(!exact || !room_.fits(pages, near), "a request is preempted though there is room");
     const std::size_t count = running();
     law(count > 1 && lives_[count - 1].asked.id == id, "not the youngest is preempted, or the oldest is");
     stop(lives_[count - 1]);
@@ -157,12 +145,12 @@ class AdmissionHistory {
     const NaiveRequest& head = lives_[count];
     std::uint64_t pages = count == 0 ? 0 : options_.watermark_pages, near = 0, on_cpu = 0;
     for (std::size_t i = 0; i < count; ++i) {
-      pages += pages_of(lives_[i].wants());
-      near += near_of(lives_[i].wants());
+      pages += room_.pages_of(lives_[i].wants());
+      near += room_.near_of(lives_[i].wants());
       on_cpu += lives_[i].asked.on_cpu ? 1 : 0;
     }
-    const std::uint32_t tokens = std::min(head.tokens() + options_.page_tokens, last_tokens(head));
-    return fits(pages + pages_of(tokens), near + near_of(tokens)) &&
+    const std::uint32_t tokens = std::min(head.tokens() + options_.page_tokens, head.last_tokens());
+    return room_.fits(pages + room_.pages_of(tokens), near + room_.near_of(tokens)) &&
            (!head.asked.on_cpu || on_cpu < options_.cpu_sequences);
   }
 
@@ -217,7 +205,7 @@ class AdmissionHistory {
     law(next == items.size(), "there are items of nobody");
     law(lives_.front().item.tokens != 0, "the oldest does not get on");
     std::uint64_t near = 0;
-    for (const NaiveRequest& each : lives_) near += each.runs ? near_of(std::max(each.prompt, each.has + 1)) : 0;
+    for (const NaiveRequest& each : lives_) near += each.runs ? room_.near_of(std::max(each.prompt, each.has + 1)) : 0;
     law(options_.near_pages == 0 || near <= options_.near_pages, "near pages are not enough");
     law(pool_.held() <= options_.pages, "more pages are held than there are");
   }
@@ -227,7 +215,7 @@ class AdmissionHistory {
     const bool output = item.first + item.tokens == each.tokens() && each.asked.max_new_tokens != 0;
     law(item.output == output, "the last token known has an output, and no other");
     each.item = item;
-    while (each.pages.size() < pages_of(item.first + item.tokens)) each.pages.push_back(pool_.take());
+    while (each.pages.size() < room_.pages_of(item.first + item.tokens)) each.pages.push_back(pool_.take());
     note(std::uint64_t{item.tokens} << 32 | item.request.value << 2 | 3);
   }
   void decode(NaiveRequest& each, const std::vector<TurnItem>& items, std::size_t& next) {
@@ -266,7 +254,7 @@ class AdmissionHistory {
     admission_.fail();
     ++failed_;
     for (NaiveRequest& each : lives_) {
-      if (random_.below(2) == 0 && each.runs) each.pages.resize(pages_of(each.has));
+      if (random_.below(2) == 0 && each.runs) each.pages.resize(room_.pages_of(each.has));
       each.item.tokens = 0;
     }
   }
@@ -305,6 +293,7 @@ class AdmissionHistory {
   Random random_;
   bool counts_shared_ = false;
   AdmissionOptions options_;
+  NaiveRoom room_;
   Admission admission_;
   NaivePool pool_;
   Lives lives_;

@@ -125,6 +125,7 @@ TEST_CASE("options out of range are named", "[admission]") {
   refused("page_tokens", [](AdmissionOptions& o) { o.page_tokens = 0; });
   refused("pages", [](AdmissionOptions& o) { o.pages = 0; });
   refused("pages", [](AdmissionOptions& o) { o.pages = (std::uint64_t{1} << 32) + 1; });
+  refused("page_blocks is 0", [](AdmissionOptions& o) { o.page_blocks = 0; });
 }
 
 TEST_CASE("an engine's options are those of its admission", "[admission]") {

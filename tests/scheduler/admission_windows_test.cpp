@@ -10,11 +10,13 @@
 #include "scheduler/plan/layer_stacks.hpp"
 #include "sluice/admission.hpp"
 #include "sluice/engine_options.hpp"
+#include "tests/scheduler/admission_support.hpp"
 #include "tests/scheduler/naive_admission.hpp"
 #include "tests/support/random.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
+using namespace sluice::test::admission;
 
 namespace {
 
@@ -108,4 +110,12 @@ TEST_CASE("forwards of sequences with windows have room, shared pages counted or
     }
   }
   REQUIRE(more > 10);
+}
+
+TEST_CASE("a page that takes more blocks than 32 bits count has no room, and nothing waits for it",
+          "[admission][windows]") {
+  for (const std::uint32_t window_blocks : {1u, 2u}) {  // With page_blocks 2^32 and one more.
+    Admission admission({.pages = 5, .page_blocks = ~0u, .window_blocks = window_blocks, .window_pages = 10});
+    check_fails([&] { submit(admission, 1, 1, 1); }, Errc::out_of_capacity, "a sequence may have 0");
+  }
 }

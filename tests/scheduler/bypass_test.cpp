@@ -1,9 +1,5 @@
-#include "scheduler/policy/bypass.hpp"
-
-#include <numeric>
-
-#include "tests/scheduler/fakes.hpp"
-#include "tests/support/catch.hpp"
+// What a bypassed head is taken to attend, by hand, and what bypassing does to a policy.
+#include "tests/scheduler/bypass_support.hpp"
 
 using namespace sluice;
 using namespace sluice::scheduler;
@@ -11,10 +7,7 @@ using namespace sluice::scheduler::test;
 
 namespace {
 
-constexpr std::uint32_t kDim = 16;
 constexpr std::uint32_t kGroup = 2;
-constexpr std::uint32_t kSinks = 4;
-constexpr std::uint32_t kLocal = 5;
 const AttentionShape kShape{.layers = 1, .q_heads = kGroup, .kv_heads = 1, .head_dim = kDim};
 
 struct Prompt {
@@ -28,86 +21,6 @@ struct Prompt {
   std::vector<float> last_q;
   PromptContext context;
 };
-
-/// Makes keys [begin, end) answer q with this logit.
-void aim(FakeKv& kv, const float* q, std::uint32_t begin, std::uint32_t end, double logit) {
-  double square = 0.0;
-  for (std::uint32_t c = 0; c < kDim; ++c) square += static_cast<double>(q[c]) * q[c];
-  for (std::uint32_t t = begin; t < end; ++t) {
-    for (std::uint32_t c = 0; c < kDim; ++c) {
-      kv.k[t * kDim + c] = static_cast<float>(q[c] * logit * std::sqrt(static_cast<double>(kDim)) / square);
-    }
-  }
-}
-
-/// Makes every sink key answer q with this logit.
-void aim_sinks(FakeKv& kv, const float* q, double logit) { aim(kv, q, 0, kSinks, logit); }
-
-Bypass tested(SinkBypass& bypass, FakeKv& kv, const std::vector<float>& q, std::uint32_t n, const FakeNear& near) {
-  Bypass out;
-  SelectCounters counters;
-  const std::uint32_t heads =
-      bypass.test({.kv_head = 0, .tokens = n, .q = q.data(), .near = &near.set, .kv = &kv}, out, counters);
-  REQUIRE(heads == out.heads);
-  return out;
-}
-
-/// One query head over independent normal keys: logits beyond the sinks have this variance, and the sinks hold exactly
-/// this share of the softmax. The last prompt query points elsewhere. With a needle one key of the others outweighs
-/// them a hundred times, which no estimate sees.
-struct Independent {
-  Independent(double variance, double share, std::uint32_t seed, bool needle = false)
-      : kv(n, kDim, 1), q(random_queries(1, kDim, seed + 1000)), bypass(0.85f, kOne, kSinks, kLocal) {
-    std::mt19937 rng(seed);
-    std::normal_distribution<float> normal;
-    for (float& x : kv.k) x = normal(rng);
-    for (float& x : kv.v) x = normal(rng);
-    const double size = std::sqrt(std::inner_product(q.begin(), q.end(), q.begin(), 0.0));
-    for (float& x : q) x *= static_cast<float>(std::sqrt(variance * kDim) / size);
-    if (needle) {
-      const double others = attend(kv, q.data(), 0, positions(kSinks, n)).mass;
-      aim(kv, q.data(), n / 2, n / 2 + 1, std::log(100.0 * others));
-    }
-    const double rest = attend(kv, q.data(), 0, positions(kSinks, n)).mass;
-    aim_sinks(kv, q.data(), share > 0.0 ? std::log(share / (1.0 - share) * rest / kSinks) : -20.0);
-    const std::vector<float> last = random_queries(1, kDim, seed + 2000, 2.f);
-    bypass.begin({.kv_head = 0, .tokens = n - 1, .queries = 1, .last_q = last, .kv = &kv});
-  }
-  /// max(A_glob, A_loc)
-  [[nodiscard]] double estimated_rest() const {
-    const SinkBypass::Logits estimate = bypass.logits(0, q.data());
-    return std::max((n - kSinks) * std::exp(estimate.mean + estimate.variance / 2),
-                    attend(kv, q.data(), 0, positions(n - kLocal, n)).mass);
-  }
-  /// No two averages of the values are further apart than twice the largest distance from one point.
-  [[nodiscard]] double diameter() const {
-    double largest = 0.0;
-    for (std::uint32_t t = 0; t < n; ++t) {
-      double square = 0.0;
-      for (std::uint32_t c = 0; c < kDim; ++c) square += std::pow(double{kv.v[t * kDim + c]}, 2);
-      largest = std::max(largest, std::sqrt(square));
-    }
-    return 2.0 * largest;
-  }
-
-  static constexpr std::uint32_t n = 2001;
-  static constexpr AttentionShape kOne{.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = kDim};
-  FakeKv kv;
-  std::vector<float> q;
-  SinkBypass bypass;
-};
-
-constexpr std::uint32_t kTrials = 20;
-
-std::uint32_t bypassed_heads(double variance, double share) {
-  std::uint32_t bypassed = 0;
-  for (std::uint32_t trial = 0; trial < kTrials; ++trial) {
-    Independent head(variance, share, trial);
-    const FakeNear near(head.n, kSinks, 0);
-    bypassed += tested(head.bypass, head.kv, head.q, head.n, near).heads;
-  }
-  return bypassed;
-}
 
 }  // namespace
 
@@ -268,49 +181,6 @@ TEST_CASE("logits too peaked for the log-normal mean are not bypassed, whatever 
   REQUIRE((tested(bypass, prompt.kv, q, n, near).heads & 1u) == 0u);
 }
 
-TEST_CASE("independent logits are not bypassed when the sinks hold next to nothing", "[bypass]") {
-  const double variance = GENERATE(0.1, 0.5, 1.0, 2.0, 4.0, 5.9, 6.1, 8.0, 12.0, 20.0, 30.0);
-  const double share = GENERATE(0.0, 0.001, 0.003, 0.006);
-  CAPTURE(variance, share);
-  REQUIRE(bypassed_heads(variance, share) == 0);
-}
-
-TEST_CASE("flat heads are bypassed when the sinks hold nearly all", "[bypass]") {
-  const double variance = GENERATE(0.1, 0.5, 1.0, 2.0);
-  const double share = GENERATE(0.95, 0.99);
-  CAPTURE(variance, share);
-  REQUIRE(bypassed_heads(variance, share) == kTrials);
-}
-
-TEST_CASE("the error of a bypassed head is below the bound that bypass.hpp states", "[bypass]") {
-  const double variance = GENERATE(0.1, 1.0, 4.0, 5.9);
-  const double share =
-      GENERATE(0.5, 0.8, 0.9, 0.99);  // Below the threshold only an estimate that is too high bypasses.
-  const std::uint32_t recent = GENERATE(0u, 64u);
-  const bool needle = GENERATE(false, true);
-  std::uint32_t bypassed = 0;
-  for (std::uint32_t trial = 0; trial < kTrials; ++trial) {
-    Independent head(variance, share, trial, needle);
-    const FakeNear near(head.n, kSinks, recent, {3, 17});
-    const Bypass out = tested(head.bypass, head.kv, head.q, head.n, near);
-    if (out.heads == 0) continue;
-    ++bypassed;
-    const Attended dense = attend(head.kv, head.q.data(), 0, positions(0, head.n));
-    const Attended seen = attend(head.kv, head.q.data(), 0, near_tokens(near.set, head.n));
-    const double rest = head.estimated_rest();
-    const double sinks = attend(head.kv, head.q.data(), 0, positions(0, kSinks)).mass;
-    const MergeWeights weights = merge_weights(static_cast<float>(std::log(seen.mass)), out.lse[0]);
-    double square = 0.0;
-    for (std::uint32_t c = 0; c < kDim; ++c) {
-      square += std::pow(weights.a * seen.out[c] + weights.b * out.out[c] - dense.out[c], 2);
-    }
-    const double certain = std::min(sinks / (sinks + rest), sinks / dense.mass);
-    CAPTURE(variance, share, recent, needle, trial, certain);
-    REQUIRE(std::sqrt(square) <= (1.0 - certain) * head.diameter() + 1e-5);
-  }
-  if (needle || share > 0.95) REQUIRE(bypassed > 0);
-}
-
 TEST_CASE("once most of the context is generated, the prompt's mean and variance bypass nothing", "[bypass]") {
   Prompt prompt(100);
   FakeKv longer = FakeKv::random(400, kDim, kGroup, 1);  // The same keys, and more.
@@ -377,7 +247,7 @@ TEST_CASE("a bypassed head selects nothing and its history stands still", "[bypa
     REQUIRE(row.members.size() == row.tokens.size());
     policy->observe(0, prompt.kv);
   }
-  REQUIRE(proposal(*policy, prompt.kv, loud.data(), n + 1) != proposal(*before, prompt.kv, loud.data(), n + 1));
+  REQUIRE(proposal(*policy, prompt.kv, loud, n + 1) != proposal(*before, prompt.kv, loud, n + 1));
 
   // All heads silent: neither candidates nor an update.
   aim_sinks(prompt.kv, q.data(), 12.0);
@@ -389,5 +259,5 @@ TEST_CASE("a bypassed head selects nothing and its history stands still", "[bypa
     REQUIRE(row.attended() == 0);
     policy->observe(0, prompt.kv);
   }
-  REQUIRE(proposal(*policy, prompt.kv, loud.data(), n + 1) == proposal(*stands, prompt.kv, loud.data(), n + 1));
+  REQUIRE(proposal(*policy, prompt.kv, loud, n + 1) == proposal(*stands, prompt.kv, loud, n + 1));
 }

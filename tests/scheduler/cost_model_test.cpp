@@ -18,9 +18,9 @@ constexpr LaneRates kRates{
 
 }  // namespace
 
-TEST_CASE("no work takes no time") { REQUIRE(estimate({}, kRates).empty()); }
+TEST_CASE("no work takes no time", "[plan]") { REQUIRE(estimate({}, kRates).empty()); }
 
-TEST_CASE("work beside work takes as long as the longer, and who waits for both comes then") {
+TEST_CASE("work beside work takes as long as the longer, and who waits for both comes then", "[plan]") {
   std::vector<WorkItem> items{
       {.stage = Stage::split, .lane = Lane::device, .read = 20'000},                                 // [0, 3]
       {.stage = Stage::attend, .lane = Lane::device, .read = 40'000, .written = 10'000, .after = {0}},  // [3, 9]
@@ -43,7 +43,7 @@ TEST_CASE("work beside work takes as long as the longer, and who waits for both 
   REQUIRE(estimate(items, slow).back().begin_us == Approx(3 + 3 + 20 + 40));
 }
 
-TEST_CASE("a lane does one thing at a time, whoever waits for it") {
+TEST_CASE("a lane does one thing at a time, whoever waits for it", "[plan]") {
   const std::vector<WorkItem> items{{.lane = Lane::link, .read = 8'000}, {.lane = Lane::link, .read = 2'000}};
   const auto times = estimate(items, kRates);
   REQUIRE(times[0].end_us == Approx(5.0));
@@ -51,7 +51,7 @@ TEST_CASE("a lane does one thing at a time, whoever waits for it") {
   REQUIRE(times[1].end_us == Approx(7.0));
 }
 
-TEST_CASE("what a device does not know of itself is taken to be as the host's memory") {
+TEST_CASE("what a device does not know of itself is taken to be as the host's memory", "[plan]") {
   const LaneRates known = lane_rates({.link_gbps = 50.0, .near_gbps = 3000.0}, 200.0);
   REQUIRE(known.device_gbps == 3000.0);
   REQUIRE(known.link_gbps == 50.0);
@@ -61,7 +61,7 @@ TEST_CASE("what a device does not know of itself is taken to be as the host's me
   REQUIRE(host.link_gbps == 20.0);
 }
 
-TEST_CASE("a forward that has more near is not slower where the device is faster") {
+TEST_CASE("a forward that has more near is not slower where the device is faster", "[plan]") {
   ForwardRow row = forward_row(parse_policy("exact | int4 | top_k=200 | near=0,sinks=4,recent=60"), 20'000, {});
   row.list = 0;
   const WorkPlace place{.shape = {.layers = 3, .q_heads = 32, .kv_heads = 8, .head_dim = 128},
@@ -79,7 +79,7 @@ TEST_CASE("a forward that has more near is not slower where the device is faster
   }
 }
 
-TEST_CASE("a stage whose kernel was measured costs that, on its own lane alone") {
+TEST_CASE("a stage whose kernel was measured costs that, on its own lane alone", "[plan]") {
   LaneRates rates = kRates;
   rates.stage(Stage::append) = {.fixed_us = 4.0, .share = 0.5};
   rates.stage(Stage::attend_far) = {.fixed_us = 7.0, .share = 0.25};

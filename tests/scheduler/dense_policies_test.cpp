@@ -1,7 +1,7 @@
 // full, streaming, and layers below dense_layers.
 
 #include "scheduler/layer_policy.hpp"
-#include "tests/scheduler/fakes.hpp"
+#include "tests/scheduler/attended.hpp"
 #include "tests/support/catch.hpp"
 
 using namespace sluice;

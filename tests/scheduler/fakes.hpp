@@ -19,7 +19,8 @@ inline constexpr std::uint32_t kPageTokens = 32;
 inline void naive_cluster(const float* keys, std::uint32_t dim, const ClusterRequest& request, float* centroids,
                           std::uint32_t* assignment) {
   for (std::uint32_t j = 0; j < request.clusters; ++j) {
-    std::copy_n(keys + std::size_t{permuted(j, request.count, request.seed)} * dim, dim, centroids + std::size_t{j} * dim);
+    std::copy_n(keys + std::size_t{permuted(j, request.count, request.seed)} * dim, dim,
+                centroids + std::size_t{j} * dim);
   }
   for (std::uint32_t round = 0; round < request.iterations; ++round) {
     std::vector<double> sums(std::size_t{request.clusters} * dim, 0.0);
@@ -89,7 +90,8 @@ class FakeKv final : public KvReader {
     for (std::size_t i = 0; i < count; ++i) {
       for (std::size_t j = 0; j < columns; ++j) {
         double dot = 0.0;
-        for (std::size_t c = 0; c < head_dim_; ++c) dot += static_cast<double>(x[j * head_dim_ + c]) * rows[i * head_dim_ + c];
+        for (std::size_t c = 0; c < head_dim_; ++c)
+          dot += static_cast<double>(x[j * head_dim_ + c]) * rows[i * head_dim_ + c];
         out[i * columns + j] = static_cast<float>(dot / std::sqrt(static_cast<double>(head_dim_)));
       }
     }
@@ -185,89 +187,11 @@ inline std::vector<float> random_queries(std::size_t rows, std::uint32_t head_di
   return q;
 }
 
-/// Positions that query head `h` attends beyond the near set, ascending.
-inline std::vector<std::uint32_t> attended_by(const SelectionRow& row, std::uint32_t h,
-                                              std::uint32_t page_tokens = kPageTokens) {
-  std::vector<std::uint32_t> tokens;
-  for (const PageRun& run : row.runs) {
-    for (std::uint32_t r = run.begin; r < run.end; ++r) tokens.push_back(run.page * page_tokens + r);
-  }
-  for (std::size_t i = 0; i < row.tokens.size(); ++i) {
-    if (row.members.empty() || ((row.members[i] >> h) & 1) != 0) tokens.push_back(row.tokens[i]);
-  }
-  std::sort(tokens.begin(), tokens.end());
-  return tokens;
-}
-
-inline std::vector<std::uint32_t> near_tokens(const NearSet& near, std::uint32_t n) {
-  std::vector<std::uint32_t> tokens;
-  for (std::uint32_t t = 0; t < n; ++t) {
-    if (near.contains(t)) tokens.push_back(t);
-  }
-  return tokens;
-}
-
-/// Attention in float64 over a set of tokens.
-struct Attended {
-  std::vector<double> out;
-  double mass = 0.0;  ///< sum of exp(logit)
-};
-
-inline Attended attend(const FakeKv& kv, const float* q, std::uint32_t h, const std::vector<std::uint32_t>& tokens) {
-  Attended result{.out = std::vector<double>(kv.head_dim(), 0.0)};
-  for (const std::uint32_t t : tokens) {
-    const double weight = std::exp(kv.logit(q, h, t));
-    result.mass += weight;
-    for (std::uint32_t c = 0; c < kv.head_dim(); ++c)
-      result.out[c] += weight * kv.v[std::size_t{t} * kv.head_dim() + c];
-  }
-  for (double& x : result.out) x /= result.mass > 0.0 ? result.mass : 1.0;
-  return result;
-}
-
-inline std::vector<std::uint32_t> positions(std::uint32_t begin, std::uint32_t end) {
-  std::vector<std::uint32_t> tokens;
-  for (std::uint32_t t = begin; t < end; ++t) tokens.push_back(t);
-  return tokens;
-}
-
-inline double max_difference(const std::vector<double>& a, const std::vector<double>& b) {
-  double worst = 0.0;
-  for (std::size_t i = 0; i < a.size(); ++i) worst = std::max(worst, std::abs(a[i] - b[i]));
-  return worst;
-}
-
-inline bool is_subset(const std::vector<std::uint32_t>& inner, const std::vector<std::uint32_t>& outer) {
-  return std::includes(outer.begin(), outer.end(), inner.begin(), inner.end());
-}
-
-/// The k best of `tokens` by logit, ties to the lowest position, ascending: by sorting everything.
-inline std::vector<std::uint32_t> best(const std::vector<std::uint32_t>& tokens, std::uint32_t k,
-                                       const std::function<double(std::uint32_t)>& logit) {
-  std::vector<std::uint32_t> order = tokens;
-  std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
-    return static_cast<float>(logit(a)) > static_cast<float>(logit(b));
-  });
-  order.resize(std::min<std::size_t>(order.size(), k));
-  std::sort(order.begin(), order.end());
-  return order;
-}
-
-/// What a copy of a policy chooses from next, and what it chooses.
-struct Proposal {
-  std::uint64_t candidates = 0;  ///< of all query heads
-  std::vector<std::uint32_t> tokens;
-  friend bool operator==(const Proposal&, const Proposal&) = default;
-};
-inline Proposal proposal(const LayerPolicy& policy, KvReader& kv, const float* q, std::uint32_t n) {
-  const std::unique_ptr<LayerPolicy> copy = policy.clone();
-  const FakeNear near(n, 4, 0);
-  SelectionRow row;
-  Bypass bypass;
-  SelectCounters counters;
-  copy->forecast(0, n);
-  copy->select({.kv_head = 0, .tokens = n, .q = q, .near = &near.set, .kv = &kv}, row, bypass, counters);
-  return {.candidates = counters.expanded_per_head, .tokens = row.tokens};
+/// In [-0.5, 0.5), the same for the same number: what logits as a function of positions scatter by.
+inline double noise(std::uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return static_cast<double>(x ^ (x >> 16)) / 4294967296.0 - 0.5;
 }
 
 }  // namespace sluice::scheduler::test

@@ -6,7 +6,7 @@
 
 using namespace sluice;
 
-TEST_CASE("a list is cut at whole units, at the share or below, and short ones are not") {
+TEST_CASE("a list is cut at whole units, at the share or below, and short ones are not", "[plan]") {
   static_assert(fetched_rows(1000, kWholeFetchShare) == 1000);
   static_assert(fetched_rows(1000, 0) == 0);
   const std::uint32_t share = GENERATE(0u, 1u, 77u, 90u, 128u, 255u, 256u);
@@ -30,7 +30,7 @@ TEST_CASE("a list is cut at whole units, at the share or below, and short ones a
   REQUIRE(fetched_rows(0x7fff'ffff, 255) == 0x7fff'ffffull * 255 / 256 / 16 * 16);
 }
 
-TEST_CASE("a share is the nearest of 256 parts") {
+TEST_CASE("a share is the nearest of 256 parts", "[plan]") {
   REQUIRE(fetch_share_of(0.f) == 0);
   REQUIRE(fetch_share_of(0.001f) == 0);
   REQUIRE(fetch_share_of(0.3f) == 77);
@@ -39,7 +39,7 @@ TEST_CASE("a share is the nearest of 256 parts") {
   REQUIRE(fetch_share_of(1.f) == 256);
 }
 
-TEST_CASE("the link gets its part of what it and the CPU read together") {
+TEST_CASE("the link gets its part of what it and the CPU read together", "[plan]") {
   using scheduler::advised_fetch_share;
   REQUIRE(advised_fetch_share({.link_gbps = 50.0, .cpu_gbps = 150.0}) == Approx(0.25));
   // Scattered rows are read at the share of the rate that the stage has.

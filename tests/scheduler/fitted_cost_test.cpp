@@ -15,7 +15,7 @@ double time_of(const StageCost& cost, double bytes) { return cost.fixed_us + byt
 
 }  // namespace
 
-TEST_CASE("a line through times that lie on one is found, whatever its rate") {
+TEST_CASE("a line through times that lie on one is found, whatever its rate", "[plan]") {
   const double rate = GENERATE(0.1, 1.0, 3.0);
   const double fixed = GENERATE(0.0, 2.0, 50.0);
   std::array<CostSample, 3> samples;
@@ -29,7 +29,7 @@ TEST_CASE("a line through times that lie on one is found, whatever its rate") {
   REQUIRE(cost->share == Approx(rate));
 }
 
-TEST_CASE("short times count as much as long ones") {
+TEST_CASE("short times count as much as long ones", "[plan]") {
   // No line goes through these; all shares of the error are alike, not the microseconds.
   const std::array<CostSample, 3> samples{
       {{.us = 10, .bytes = 1e3}, {.us = 22, .bytes = 1e5}, {.us = 1000, .bytes = 1e7}}};
@@ -38,7 +38,7 @@ TEST_CASE("short times count as much as long ones") {
   for (const CostSample& sample : samples) REQUIRE(time_of(*cost, sample.bytes) == Approx(sample.us).epsilon(0.15));
 }
 
-TEST_CASE("neither part is negative") {
+TEST_CASE("neither part is negative", "[plan]") {
   const std::array<CostSample, 2> steep{{{.us = 1, .bytes = 1e5}, {.us = 10, .bytes = 2e5}}};
   const auto rising = fitted_cost(steep, kGbps);
   REQUIRE(rising);
@@ -52,7 +52,7 @@ TEST_CASE("neither part is negative") {
   REQUIRE(flat->share == kMostCostShare);
 }
 
-TEST_CASE("one size tells no rate") {
+TEST_CASE("one size tells no rate", "[plan]") {
   const std::array<CostSample, 2> one{{{.us = 9, .bytes = 2e4}, {.us = 9, .bytes = 2e4}}};
   const auto cost = fitted_cost(one, kGbps);
   REQUIRE(cost);
@@ -65,7 +65,7 @@ TEST_CASE("one size tells no rate") {
   REQUIRE(fitted_cost(empty, kGbps)->fixed_us == Approx(3.0));
 }
 
-TEST_CASE("nothing measured is no cost") {
+TEST_CASE("nothing measured is no cost", "[plan]") {
   REQUIRE_FALSE(fitted_cost({}, kGbps));
   const std::array<CostSample, 1> none{};
   REQUIRE_FALSE(fitted_cost(none, kGbps));

@@ -63,7 +63,7 @@ std::uint32_t find(const std::vector<WorkItem>& items, Stage stage, std::uint32_
 
 }  // namespace
 
-TEST_CASE("a forward without rows has no work") {
+TEST_CASE("a forward without rows has no work", "[plan]") {
   REQUIRE(forward_work(place_for({.decode_rows = 3}), {}, {}, {}).empty());
   const ForwardRow padding[3] = {};
   REQUIRE(forward_work(place_for({.decode_rows = 3, .prefill_rows = 4, .prefills = 1}), padding,
@@ -71,7 +71,7 @@ TEST_CASE("a forward without rows has no work") {
               .empty());
 }
 
-TEST_CASE("short sequences are attended whole, and long ones as their policy chooses") {
+TEST_CASE("short sequences are attended whole, and long ones as their policy chooses", "[plan]") {
   const PolicySpec spec = parse_policy("pages:pages=2 | int4 | top_k=3 | near=0,sinks=2,recent=6 | dense=1");
   const RowShape shape{.page_tokens = kPage, .q_heads = 8, .kv_heads = 2, .dense_tokens = 500};
   for (const std::uint32_t tokens : {1u, 499u, 500u}) {
@@ -92,7 +92,7 @@ TEST_CASE("short sequences are attended whole, and long ones as their policy cho
   REQUIRE_FALSE(forward_unserved(spec, {.max_tokens = 512, .top_k = false}, limits).empty());
 }
 
-TEST_CASE("a bucket that is whole is brought in and attended, and nothing else") {
+TEST_CASE("a bucket that is whole is brought in and attended, and nothing else", "[plan]") {
   const ForwardRow row = row_of("full", 100);
   WorkPlace place = place_for({.decode_rows = 1, .top_k = false, .whole = true});
   place.promotes = true;
@@ -104,7 +104,7 @@ TEST_CASE("a bucket that is whole is brought in and attended, and nothing else")
       work, [](const WorkItem& item) { return item.stage == Stage::append || item.stage == Stage::attend; }));
 }
 
-TEST_CASE("the first token of a sequence is attended near or far, and nothing else is") {
+TEST_CASE("the first token of a sequence is attended near or far, and nothing else is", "[plan]") {
   const ForwardRow row = row_of("exact | int4 | top_k=10 | near=0,sinks=2,recent=6", 1);
   const Bucket bucket{.decode_rows = 1};
   const auto far = forward_work(place_for(bucket), {&row, 1}, {}, {.near = 0.0});
@@ -125,7 +125,7 @@ TEST_CASE("the first token of a sequence is attended near or far, and nothing el
   REQUIRE(sum_of(near, Stage::merge, Lane::device).read == kShape.layers * kPartial);
 }
 
-TEST_CASE("tokens are scored, chosen and attended as the row says") {
+TEST_CASE("tokens are scored, chosen and attended as the row says", "[plan]") {
   const ForwardRow row = row_of("exact | int4 | top_k=10 | near=0,sinks=2,recent=6", 1000);
   const std::uint64_t planes = kShape.layers * kShape.kv_heads;
   const std::uint64_t attended = 2 + 6 + 4 * 10;  // A group of four heads, whose tokens differ.
@@ -139,7 +139,7 @@ TEST_CASE("tokens are scored, chosen and attended as the row says") {
   REQUIRE(sum_of(half, Stage::attend, Lane::device).read == planes * (8 + 20) * 2 * kRow);
 }
 
-TEST_CASE("pages are ranked by digest, and scored are the tokens of those that are chosen") {
+TEST_CASE("pages are ranked by digest, and scored are the tokens of those that are chosen", "[plan]") {
   const ForwardRow row = row_of("pages:budget=64 | int4 | top_k=10 | near=0,sinks=2,recent=6", 1000);
   REQUIRE(row.page_picks == 4);
   const auto items = forward_work(place_for({.decode_rows = 1, .pages = true}), {&row, 1}, {}, {});
@@ -149,7 +149,7 @@ TEST_CASE("pages are ranked by digest, and scored are the tokens of those that a
   REQUIRE(sum_of(items, Stage::score, Lane::device).read == planes * (4 * 4 * kPage + window) * kCopy);
 }
 
-TEST_CASE("what is not near is the CPU's or the link's, by the placement") {
+TEST_CASE("what is not near is the CPU's or the link's, by the placement", "[plan]") {
   const ForwardRow row = row_of("none | near=0,sinks=4,recent=60", 500);
   const std::uint64_t bytes = kShape.layers * kShape.kv_heads * 64 * 2 * kRow;
   const Bucket bucket{.decode_rows = 1, .top_k = false};
@@ -168,7 +168,7 @@ TEST_CASE("what is not near is the CPU's or the link's, by the placement") {
   }
 }
 
-TEST_CASE("a share of each list that the device chose is the link's") {
+TEST_CASE("a share of each list that the device chose is the link's", "[plan]") {
   // 164 tokens that all lie far, and 47 / 256 of them: 30, of which 16 are whole units.
   const ForwardRow rows[] = {row_of("none | near=0,sinks=4,recent=160", 500),
                              row_of("none | near=0,sinks=4,recent=40", 500), row_of("topk", 300)};
@@ -192,7 +192,7 @@ TEST_CASE("a share of each list that the device chose is the link's") {
   REQUIRE(sum_of(whole, Stage::attend_far, Lane::cpu).items == 0);
 }
 
-TEST_CASE("rows with clusters read centroids and a few copies, and score nothing else") {
+TEST_CASE("rows with clusters read centroids and a few copies, and score nothing else", "[plan]") {
   ForwardRow row = row_of("tactic | int4 | near=0,sinks=2,recent=6 | dense=1", 3'000);
   scheduler::choose_clusters(parse_policy("tactic | int4"), 0, 90, 2'900, row);
   const auto items = forward_work(place_for({.decode_rows = 1, .unbounded = true}), {&row, 1}, {}, {});
@@ -203,7 +203,7 @@ TEST_CASE("rows with clusters read centroids and a few copies, and score nothing
           kShape.kv_heads * (90 * 4 * kShape.head_dim + kShape.group() * sampled * kCopy));
 }
 
-TEST_CASE("dense layers attend everything, and score nothing") {
+TEST_CASE("dense layers attend everything, and score nothing", "[plan]") {
   const ForwardRow row = row_of("exact | int4 | top_k=10 | near=0,sinks=2,recent=6 | dense=1", 300);
   const auto items = forward_work(place_for({.decode_rows = 1, .unbounded = true}), {&row, 1}, {}, {});
   REQUIRE(items[find(items, Stage::attend_far, 0)].read == kShape.kv_heads * 300 * 2 * kRow);
@@ -212,7 +212,7 @@ TEST_CASE("dense layers attend everything, and score nothing") {
   REQUIRE(sum_of(items, Stage::score, Lane::device).items == 1);
 }
 
-TEST_CASE("a chunk of a prompt brings all keys up to its own over the link") {
+TEST_CASE("a chunk of a prompt brings all keys up to its own over the link", "[plan]") {
   const ForwardChunk chunk{.list = 0, .first = 70, .count = 30};
   const auto items =
       forward_work(place_for({.decode_rows = 0, .prefill_rows = 32, .prefills = 1}), {}, {&chunk, 1}, {});
@@ -223,7 +223,7 @@ TEST_CASE("a chunk of a prompt brings all keys up to its own over the link") {
   REQUIRE(sum_of(items, Stage::prefill, Lane::device).rows == kShape.layers * 30);
 }
 
-TEST_CASE("a layer with a window is read no further than it reaches") {
+TEST_CASE("a layer with a window is read no further than it reaches", "[plan]") {
   constexpr std::uint32_t kWindows[] = {40, 0};
   const ForwardRow row = row_of("exact | int4 | top_k=10 | near=0,sinks=2,recent=6", 300);
   const ForwardChunk chunk{.list = 0, .first = 70, .count = 20};
@@ -237,7 +237,7 @@ TEST_CASE("a layer with a window is read no further than it reaches") {
   REQUIRE(items[find(items, Stage::gather, 1)].read == kShape.kv_heads * 90 * 2 * kRow);
 }
 
-TEST_CASE("items wait for earlier ones alone, and the CPU's run beside the device's") {
+TEST_CASE("items wait for earlier ones alone, and the CPU's run beside the device's", "[plan]") {
   const ForwardRow rows[] = {row_of("exact | int4 | top_k=10 | near=0,sinks=2,recent=6", 400), row_of("topk", 300)};
   const ForwardChunk chunk{.list = 1, .at = 2, .count = 20};
   const PlacementMode placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
@@ -269,7 +269,7 @@ TEST_CASE("items wait for earlier ones alone, and the CPU's run beside the devic
   REQUIRE(waits(items, find(items, Stage::append, 1), find(items, Stage::merge, 0)));
 }
 
-TEST_CASE("shares are what the engine counted meanwhile") {
+TEST_CASE("shares are what the engine counted meanwhile", "[plan]") {
   const ForwardRow rows[] = {row_of("exact | int4 | top_k=10 | near=0,sinks=2,recent=6", 1000), row_of("topk", 200)};
   const WorkPlace place = place_for({.decode_rows = 2});
   // Windows: 8 and what top-k says; at most 48, and everything.

@@ -28,7 +28,7 @@ EngineOptions options_of(Windows windows, std::uint32_t layers) {
 
 }  // namespace
 
-TEST_CASE("layers that see all tokens are one stack, and the others stacks of as many") {
+TEST_CASE("layers that see all tokens are one stack, and the others stacks of as many", "[plan]") {
   const LayerStacks none(options_of({}, 7)), zeros(options_of(Windows(7, 0), 7));
   for (const LayerStacks* stacks : {&none, &zeros})
     REQUIRE((stacks->count() == 1 && stacks->layers() == 7 && stacks->places() == nullptr && !stacks->windowed()));
@@ -48,7 +48,7 @@ TEST_CASE("layers that see all tokens are one stack, and the others stacks of as
   }
 }
 
-TEST_CASE("stacks with windows keep what is seen, and what may be taken back") {
+TEST_CASE("stacks with windows keep what is seen, and what may be taken back", "[plan]") {
   const LayerStacks stacks(options_of({30, 0, 8}, 3));
   REQUIRE(stacks.seen_from(10) == 0);
   REQUIRE(stacks.seen_from(29) == 0);
@@ -64,7 +64,7 @@ TEST_CASE("stacks with windows keep what is seen, and what may be taken back") {
   }
 }
 
-TEST_CASE("the longest sequence that blocks hold takes no more, and one that is longer does") {
+TEST_CASE("the longest sequence that blocks hold takes no more, and one that is longer does", "[plan]") {
   for (const Windows& windows : {Windows{}, Windows{30, 0, 8}, Windows{5, 0, 0}, Windows{100, 100, 100}}) {
     const LayerStacks stacks(options_of(windows, 3));
     for (std::uint64_t blocks = 0; blocks < 200; ++blocks) {

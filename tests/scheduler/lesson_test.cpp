@@ -28,6 +28,57 @@ float any_weight(Random& random) {
   return static_cast<float>(std::ldexp(1.0 + random.uniform(), -static_cast<int>(random.below(40))));
 }
 
+/// A head's tables, before and after a step that observes some tokens.
+struct Observed {
+  ScoreTable vertical, slash, vertical_before, slash_before;
+  std::vector<std::uint32_t> listed;
+  std::vector<WeightCode> codes;
+  float scale = 0.f;
+
+  void observe(std::uint32_t h, Lesson& lesson) {
+    std::vector<float> weights;
+    for (const WeightCode code : codes) weights.push_back(kWeights[code] * scale);
+    std::vector<std::uint32_t> distances;
+    for (const std::uint32_t token : listed) distances.push_back(vertical.size() - 1 - token);
+    vertical_before = vertical;
+    slash_before = slash;
+    const ScoreTable::Undo of_vertical = vertical.decay(0.95), of_slash = slash.decay(0.95);
+    std::vector<ScoreChange> by_position(listed.size()), by_distance(listed.size());
+    vertical.add(listed, weights.data(), by_position.data());
+    slash.add(distances, weights.data(), by_distance.data());
+    lesson.reserve(listed.size());
+    const std::uint64_t* const memory = lesson.bits.data();
+    lesson.add(Lesson::Head::of(h, scale, of_vertical, of_slash), listed, codes.data(),
+               {.step = vertical.step(), .entries = by_position.data()},
+               {.step = slash.step(), .entries = by_distance.data()});
+    REQUIRE(lesson.bits.data() == memory);  // There was room.
+  }
+};
+
+/// `stride`: tokens from one that is observed to the next, at most.
+Observed about_to_observe(std::uint32_t tokens, std::uint32_t stride, Random& random) {
+  Observed head;
+  std::vector<float> scores(tokens);
+  for (ScoreTable* table : {&head.vertical, &head.slash}) {
+    for (float& score : scores) score = random.below(3) == 0 ? 0.f : any_weight(random);
+    table->assign(scores);
+  }
+  for (std::uint32_t token = random.below(std::min(tokens, stride)); token < tokens; token += 1 + random.below(stride))
+    head.listed.push_back(token);
+  head.codes.resize(head.listed.size());
+  for (WeightCode& code : head.codes) code = static_cast<WeightCode>(random.below(1 + random.below(kWeightCodes)));
+  head.scale = 0.5f / static_cast<float>(1 + random.below(100));
+  return head;
+}
+
+void require_same(const ScoreTable& table, const ScoreTable& before) {
+  REQUIRE(table.size() == before.size());
+  REQUIRE(std::equal(table.stored(), table.stored() + table.size(), before.stored()));
+  REQUIRE(table.step().per_weight == before.step().per_weight);
+  REQUIRE(table.sum() == before.sum());
+  REQUIRE(table.cut(0.2).threshold == before.cut(0.2).threshold);
+}
+
 }  // namespace
 
 TEST_CASE("a code is found again from its rank among those that a weight turns into the same one", "[lesson]") {
@@ -116,45 +167,14 @@ TEST_CASE("numbers of any size come back from a bit stream", "[lesson]") {
 TEST_CASE("a lesson gives back tokens, weights and what stood in both tables, of every head", "[lesson]") {
   Random random(GENERATE(1u, 2u, 3u));
   const std::uint32_t tokens = GENERATE(1u, 40u, 3000u, 300'000u);
-  struct Observed {
-    ScoreTable vertical, slash, vertical_before, slash_before;
-    std::vector<std::uint32_t> listed;
-    std::vector<WeightCode> codes;
-  };
   CAPTURE(tokens);
   std::vector<Observed> heads(4);
   Lesson lesson;
   lesson.clear(tokens);
   for (std::uint32_t h = 0; h < heads.size(); ++h) {
-    Observed& head = heads[h];
-    std::vector<float> scores(tokens);
-    for (ScoreTable* table : {&head.vertical, &head.slash}) {
-      for (float& score : scores) score = random.below(3) == 0 ? 0.f : any_weight(random);
-      table->assign(scores);
-    }
-    const std::uint32_t stride = h == 0 ? 1 : 1 + random.below(200);  // The first one observes everything.
-    for (std::uint32_t token = random.below(std::min(tokens, stride)); token < tokens;
-         token += 1 + random.below(stride))
-      head.listed.push_back(token);
-    head.codes.resize(head.listed.size());
-    for (WeightCode& code : head.codes) code = static_cast<WeightCode>(random.below(1 + random.below(kWeightCodes)));
-    const float scale = 0.5f / static_cast<float>(1 + random.below(100));
-    std::vector<float> weights;
-    for (const WeightCode code : head.codes) weights.push_back(kWeights[code] * scale);
-    std::vector<std::uint32_t> distances;
-    for (const std::uint32_t token : head.listed) distances.push_back(tokens - 1 - token);
-    head.vertical_before = head.vertical;
-    head.slash_before = head.slash;
-    const ScoreTable::Undo vertical = head.vertical.decay(0.95), slash = head.slash.decay(0.95);
-    std::vector<ScoreChange> by_position(head.listed.size()), by_distance(head.listed.size());
-    head.vertical.add(head.listed, weights.data(), by_position.data());
-    head.slash.add(distances, weights.data(), by_distance.data());
-    lesson.reserve(head.listed.size());
-    const std::uint64_t* const memory = lesson.bits.data();
-    lesson.add(Lesson::Head::of(h, scale, vertical, slash), head.listed, head.codes.data(),
-               {.step = head.vertical.step(), .entries = by_position.data()},
-               {.step = head.slash.step(), .entries = by_distance.data()});
-    REQUIRE(lesson.bits.data() == memory);  // There was room.
+    // The first one observes everything.
+    heads[h] = about_to_observe(tokens, h == 0 ? 1 : 1 + random.below(200), random);
+    heads[h].observe(h, lesson);
   }
   BitReader bits(lesson.bits);
   for (const Lesson::Head& undo : lesson.heads) {
@@ -166,12 +186,7 @@ TEST_CASE("a lesson gives back tokens, weights and what stood in both tables, of
       if (seen.token != head.listed[i] || seen.weight != kWeights[head.codes[i]] * undo.scale) FAIL("token " << i);
     }
     bits = take_back(undo, bits, {.tokens = tokens, .sinks = 0}, head.vertical, head.slash);
-    for (const auto& [table, before] :
-         {std::pair{&head.vertical, &head.vertical_before}, std::pair{&head.slash, &head.slash_before}}) {
-      REQUIRE(std::equal(table->stored(), table->stored() + tokens, before->stored()));
-      REQUIRE(table->unit() == before->unit());
-      REQUIRE(table->sum() == before->sum());
-      REQUIRE(table->cut(0.2).threshold == before->cut(0.2).threshold);
-    }
+    require_same(head.vertical, head.vertical_before);
+    require_same(head.slash, head.slash_before);
   }
 }

@@ -26,9 +26,7 @@ std::vector<std::uint32_t> collisions(LshSource& source, std::uint32_t h, std::u
   TokenSet set;
   set.reset(tokens);
   source.add_collisions(h, set);
-  std::vector<std::uint32_t> list;
-  set.for_each([&](std::uint32_t token) { list.push_back(token); });
-  return list;
+  return members(set);
 }
 
 /// Sums over queries and seeds, with and without the correction.
@@ -51,12 +49,6 @@ Attended weigh(const FakeKv& kv, const float* q, const std::vector<std::uint32_t
   }
   for (double& x : sum.out) x /= sum.mass;
   return sum;
-}
-
-double distance(const std::vector<double>& a, const std::vector<double>& b) {
-  double sum = 0.0;
-  for (std::size_t i = 0; i < a.size(); ++i) sum += (a[i] - b[i]) * (a[i] - b[i]);
-  return std::sqrt(sum);
 }
 
 void add(Sums& sums, const Attended& found, const Attended& dense) {
@@ -168,10 +160,7 @@ TEST_CASE("the correction makes the mass right on average and the output nearer 
     const FakeNear near(n, 4, 64);
     for (std::uint32_t query = 0; query < kQueries; ++query) {
       const std::vector<float> q = random_queries(kGroup, kDim, 500 + query, 0.5f);
-      SelectionRow row;
-      Bypass bypass;
-      SelectCounters counters;
-      policy->select({.kv_head = 0, .tokens = n, .q = q.data(), .near = &near.set, .kv = &kv}, row, bypass, counters);
+      const SelectionRow row = select(*policy, kv, n, q, near.set).row;
       const auto exact = exact_tokens(row, near.set, n);
       const Attended dense = attend(kv, q.data(), 0, positions(0, n));
       add(corrected, weigh(kv, q.data(), exact, row, true), dense);
@@ -195,10 +184,7 @@ TEST_CASE("a sample of everything at probability 1 is dense attention", "[magicp
   policy->begin({.kv_head = 0, .tokens = kTokens, .kv = &kv});
   const FakeNear near(n, 4, 64, {2});
   const std::vector<float> q = random_queries(kGroup, kDim, 26);
-  SelectionRow row;
-  Bypass bypass;
-  SelectCounters counters;
-  policy->select({.kv_head = 0, .tokens = n, .q = q.data(), .near = &near.set, .kv = &kv}, row, bypass, counters);
+  const auto [row, bypass, counters] = select(*policy, kv, n, q, near.set);
   for (std::uint32_t h = 0; h < kGroup; ++h) {
     auto tokens = attended_by(row, h);
     for (const std::uint32_t token : tokens) REQUIRE_FALSE(near.set.contains(token));
@@ -223,10 +209,7 @@ TEST_CASE("sinks, the prompt's last tokens and what was generated are attended e
   REQUIRE_FALSE(policy->wants_observation(0));
   const FakeNear near(n, 4, 64);
   const std::vector<float> q = random_queries(kGroup, kDim, 28);
-  SelectionRow row;
-  Bypass bypass;
-  SelectCounters counters;
-  policy->select({.kv_head = 0, .tokens = n, .q = q.data(), .near = &near.set, .kv = &kv}, row, bypass, counters);
+  const SelectionRow row = select(*policy, kv, n, q, near.set).row;
   auto expected = positions(kTokens - 64, n);
   for (std::uint32_t sink = 0; sink < 4; ++sink) expected.push_back(sink);
   std::sort(expected.begin(), expected.end());
@@ -255,10 +238,7 @@ TEST_CASE("short prompts are dense; a query that meets nothing attends the exact
   policy->begin({.kv_head = 0, .tokens = prompt, .kv = &kv});
   const std::uint32_t n = prompt + 40;
   const FakeNear near(n, 4, 16);
-  SelectionRow row;
-  Bypass bypass;
-  SelectCounters counters;
-  policy->select({.kv_head = 0, .tokens = n, .q = q.data(), .near = &near.set, .kv = &kv}, row, bypass, counters);
+  const SelectionRow row = select(*policy, kv, n, q, near.set).row;
   REQUIRE(row.tokens.empty());
   REQUIRE(row.scores.empty());
   const auto exact = exact_tokens(row, near.set, n);
@@ -282,10 +262,7 @@ TEST_CASE("hash tables propose tokens to other budgets, uncorrected", "[magicpig
   const std::vector<float> q = random_queries(kGroup, kDim, 32);
   source.hash(q.data(), kv);
   const FakeNear near(n, 4, 0);
-  SelectionRow row;
-  Bypass bypass;
-  SelectCounters counters;
-  policy->select({.kv_head = 0, .tokens = n, .q = q.data(), .near = &near.set, .kv = &kv}, row, bypass, counters);
+  const SelectionRow row = select(*policy, kv, n, q, near.set).row;
   for (std::uint32_t h = 0; h < kGroup; ++h) {
     auto candidates = collisions(source, h, n);
     REQUIRE_FALSE(candidates.empty());

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -41,6 +42,22 @@ class NaivePool {
   std::map<Name, std::weak_ptr<void>> named_;
 };
 
+/// What requests take of what the options share out.
+struct NaiveRoom {
+  const AdmissionOptions& options;
+
+  [[nodiscard]] std::uint64_t pages_of(std::uint64_t tokens) const {
+    return (tokens + options.page_tokens - 1) / options.page_tokens;
+  }
+  [[nodiscard]] std::uint64_t near_of(std::uint64_t tokens) const {
+    const std::uint64_t most = options.near_pages_per_sequence;
+    return most == 0 ? pages_of(tokens) : std::min(most, pages_of(tokens));
+  }
+  [[nodiscard]] bool fits(std::uint64_t pages, std::uint64_t near) const {
+    return pages <= options.pages && (options.near_pages == 0 || near <= options.near_pages);
+  }
+};
+
 /// A request as its caller knows it.
 struct NaiveRequest {
   AdmissionRequest asked;
@@ -53,6 +70,10 @@ struct NaiveRequest {
   std::vector<NaivePool::Page> pages{};
 
   [[nodiscard]] std::uint32_t tokens() const { return asked.prompt_tokens + generated; }
+  /// Whose keys and values are of use in the end.
+  [[nodiscard]] std::uint32_t last_tokens() const {
+    return asked.prompt_tokens + std::max(asked.max_new_tokens, 1u) - 1;
+  }
   [[nodiscard]] std::uint32_t wants() const { return has < prompt ? prompt : has + 1; }
 };
 

@@ -72,7 +72,7 @@ Reading read(Machine& machine, Pace& pace, std::uint32_t rows, std::uint32_t tok
 
 }  // namespace
 
-TEST_CASE("causal pairs of chunks, and the keys that they see") {
+TEST_CASE("causal pairs of chunks, and the keys that they see", "[admission][pace]") {
   REQUIRE(forward_of(1, 0, 1).chunk_pairs == 1.0);
   REQUIRE(forward_of(1, 10, 2).chunk_pairs == 11.0 + 12.0);
   PacedForward forward = forward_of(3, 0, 4);
@@ -83,7 +83,7 @@ TEST_CASE("causal pairs of chunks, and the keys that they see") {
   REQUIRE((forward.chunk_keys == 16.0 && forward.chunk_tokens == 6 && forward.decode_rows == 3));
 }
 
-TEST_CASE("where nothing is known prompts begin with a small chunk") {
+TEST_CASE("where nothing is known prompts begin with a small chunk", "[admission][pace]") {
   const Pace pace;
   PromptShare share;
   REQUIRE(pace.seconds(forward_of(1, 0, 64)) == 0.0);
@@ -93,7 +93,7 @@ TEST_CASE("where nothing is known prompts begin with a small chunk") {
   REQUIRE(share.first_chunk(pace, 0, 0, 16, 2048, 2.0) == 2048);  // Nobody waits.
 }
 
-TEST_CASE("a pace finds the times of a machine without noise") {
+TEST_CASE("a pace finds the times of a machine without noise", "[admission][pace]") {
   Machine machine;
   Pace pace;
   for (std::uint32_t i = 0; i < 40; ++i) {
@@ -104,7 +104,7 @@ TEST_CASE("a pace finds the times of a machine without noise") {
     REQUIRE(pace.seconds(forward) == Approx(machine.seconds(forward)).epsilon(0.02));
 }
 
-TEST_CASE("beside rows that decode a prompt's forwards keep to the slowdown, and use it") {
+TEST_CASE("beside rows that decode a prompt's forwards keep to the slowdown, and use it", "[admission][pace]") {
   for (const double noise : {0.0, 0.1}) {
     for (const std::uint32_t rows : {1u, 8u, 64u}) {
       CAPTURE(noise, rows);
@@ -120,7 +120,7 @@ TEST_CASE("beside rows that decode a prompt's forwards keep to the slowdown, and
   }
 }
 
-TEST_CASE("where every chunk costs much, prompts save for chunks that are worth it") {
+TEST_CASE("where every chunk costs much, prompts save for chunks that are worth it", "[admission][pace]") {
   for (const double noise : {0.0, 0.1}) {
     for (const double slowdown : {1.2, 2.0, 4.0}) {
       CAPTURE(noise, slowdown);
@@ -142,7 +142,7 @@ TEST_CASE("where every chunk costs much, prompts save for chunks that are worth 
   }
 }
 
-TEST_CASE("what nobody waits for is not saved") {
+TEST_CASE("what nobody waits for is not saved", "[admission][pace]") {
   Machine machine{.chunk = 0.015};
   Pace pace;
   PromptShare share;
@@ -157,7 +157,8 @@ TEST_CASE("what nobody waits for is not saved") {
   REQUIRE(waits >= 3);
 }
 
-TEST_CASE("chunks become smaller the more tokens lie before them, and prompts go on whatever they cost") {
+TEST_CASE("chunks become smaller the more tokens lie before them, and prompts go on whatever they cost",
+          "[admission][pace]") {
   Machine machine{.pair = 2e-8};
   Pace pace;
   for (int i = 0; i < 8; ++i) pace.observe(forward_of(4, 0, 0), machine.seconds(forward_of(4, 0, 0)));
@@ -172,7 +173,7 @@ TEST_CASE("chunks become smaller the more tokens lie before them, and prompts go
   REQUIRE(waits == PromptShare::kMostWaits);
 }
 
-TEST_CASE("a machine that stalls now and then does not make chunks larger or prompts stop") {
+TEST_CASE("a machine that stalls now and then does not make chunks larger or prompts stop", "[admission][pace]") {
   Machine machine;
   Pace pace;
   for (int i = 0; i < 30; ++i) {
@@ -187,7 +188,8 @@ TEST_CASE("a machine that stalls now and then does not make chunks larger or pro
   REQUIRE(machine.seconds(forward_of(4, 0, chunk)) <= 2.5 * machine.seconds(decode));
 }
 
-TEST_CASE("a machine that becomes slower is followed within as many forwards of each kind as are kept") {
+TEST_CASE("a machine that becomes slower is followed within as many forwards of each kind as are kept",
+          "[admission][pace]") {
   Machine machine;
   Pace pace;
   const auto run = [&] {
@@ -202,7 +204,7 @@ TEST_CASE("a machine that becomes slower is followed within as many forwards of 
   REQUIRE(pace.seconds(forward_of(4, 0, 128)) == Approx(machine.seconds(forward_of(4, 0, 128))).epsilon(0.02));
 }
 
-TEST_CASE("times that are none are ignored") {
+TEST_CASE("times that are none are ignored", "[admission][pace]") {
   Pace pace;
   for (const double seconds : {0.0, -1.0, std::nan(""), std::numeric_limits<double>::infinity()})
     pace.observe(forward_of(1, 0, 0), seconds);
@@ -210,7 +212,7 @@ TEST_CASE("times that are none are ignored") {
   REQUIRE(pace.seconds(forward_of(1, 0, 0)) == 0.0);
 }
 
-TEST_CASE("chunks are at most a quarter longer than what was tried") {
+TEST_CASE("chunks are at most a quarter longer than what was tried", "[admission][pace]") {
   Machine machine{.token = 0.0, .pair = 0.0};  // Chunks cost nothing.
   Pace pace;
   PromptShare share;

@@ -8,8 +8,7 @@
 #include <vector>
 
 #include "scheduler/plan/forward_rows.hpp"
-#include "sluice/error.hpp"
-#include "tests/support/catch.hpp"
+#include "tests/scheduler/complaints.hpp"
 
 using namespace sluice;
 
@@ -88,12 +87,7 @@ std::string policy_with(const std::string& option, bool is_source) {
 
 /// What a complaint says that there is: words between "there are " and the end.
 std::vector<std::string> words_after(const std::string& policy) {
-  std::string message;
-  try {
-    (void)parse_policy(policy);
-  } catch (const Error& error) {
-    message = error.what();
-  }
+  const std::string message = scheduler::test::complaint(policy);
   const std::size_t at = message.find("there are ");
   CAPTURE(policy, message);
   REQUIRE(at != std::string::npos);

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "scheduler/layer_policy.hpp"
-#include "tests/scheduler/fakes.hpp"
+#include "tests/scheduler/attended.hpp"
 #include "tests/support/catch.hpp"
 
 namespace sluice::scheduler::test {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "scheduler/layer_policy.hpp"
-#include "tests/scheduler/policy_complaints.hpp"
+#include "tests/scheduler/complaints.hpp"
 
 using namespace sluice;
 using scheduler::test::complaint;
@@ -109,12 +109,6 @@ TEST_CASE("stages change a preset, whose composition then bears the whole text a
   REQUIRE(spec.dense_layers == 0);
   REQUIRE(spec.page_tokens == 16);
   REQUIRE(parse_policy("lfps:alpha=0.3").name == "lfps");
-}
-
-TEST_CASE("sluice is a composition of papers' stages", "[policy_text]") {
-  PolicySpec composed = parse_policy("exact | int4 | top_k=max(64, 1%) | near=0,sinks=4,recent=128 | page=16");
-  composed.name = "sluice";
-  REQUIRE(composed == parse_policy("sluice"));
 }
 
 TEST_CASE("every key reaches its field", "[policy_text]") {

@@ -90,12 +90,7 @@ TEST_CASE("what estimates keep covers nearly p, and bounds the error of the outp
   const auto lists = some_pages(open / kPageTokens, ranked);
   step.select(near.set, lists);
   const double share = std::stod(p);
-  double longest = 0.0;
-  for (std::uint32_t t = 0; t < n; ++t) {
-    double square = 0.0;
-    for (std::uint32_t c = 0; c < kDim; ++c) square += std::pow(double{step.kv.v[t * kDim + c]}, 2);
-    longest = std::max(longest, std::sqrt(square));
-  }
+  const double longest = longest_value(step.kv, n);
   for (std::uint32_t h = 0; h < kGroup; ++h) {
     std::vector<std::uint32_t> candidates = positions(open, n);
     double delta = 0.0;
@@ -113,9 +108,7 @@ TEST_CASE("what estimates keep covers nearly p, and bounds the error of the outp
     const double coverage = kept.mass / whole.mass;
     CAPTURE(h, delta, proposed, coverage);
     REQUIRE(coverage >= proposed * share / (share + (1.0 - share) * std::exp(2.0 * delta)) * (1.0 - 1e-6));
-    double error = 0.0;
-    for (std::uint32_t c = 0; c < kDim; ++c) error += std::pow(kept.out[c] - whole.out[c], 2);
-    REQUIRE(std::sqrt(error) <= 2.0 * (1.0 - coverage) * longest * (1.0 + 1e-9));
+    REQUIRE(distance(kept.out, whole.out) <= 2.0 * (1.0 - coverage) * longest * (1.0 + 1e-9));
   }
 }
 

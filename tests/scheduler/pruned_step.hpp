@@ -125,12 +125,6 @@ std::vector<std::uint32_t> kept_of(const std::vector<std::uint32_t>& tokens, dou
   return kept;
 }
 
-inline void unite(std::vector<std::uint32_t>& all, const std::vector<std::uint32_t>& more) {
-  all.insert(all.end(), more.begin(), more.end());
-  std::sort(all.begin(), all.end());
-  all.erase(std::unique(all.begin(), all.end()), all.end());
-}
-
 inline std::vector<std::uint32_t> far_only(const std::vector<std::uint32_t>& tokens, const NearSet& near) {
   std::vector<std::uint32_t> far;
   std::copy_if(tokens.begin(), tokens.end(), std::back_inserter(far), [&](auto t) { return !near.contains(t); });

@@ -86,11 +86,16 @@ struct Head {
       }
     }
   }
-  /// Share of the mass that near and selected tokens hold.
-  [[nodiscard]] double coverage(const NearSet& near, std::uint32_t h) const {
+  /// What is near and what was selected.
+  [[nodiscard]] std::vector<std::uint32_t> attended(const NearSet& near) const {
     auto tokens = near_tokens(near, n);
     tokens.insert(tokens.end(), row.tokens.begin(), row.tokens.end());
-    return attend(kv, q.data(), h, tokens).mass / attend(kv, q.data(), h, positions(0, n)).mass;
+    std::sort(tokens.begin(), tokens.end());
+    return tokens;
+  }
+  /// Share of the mass that near and selected tokens hold.
+  [[nodiscard]] double coverage(const NearSet& near, std::uint32_t h) const {
+    return attend(kv, q.data(), h, attended(near)).mass / attend(kv, q.data(), h, positions(0, n)).mass;
   }
   [[nodiscard]] std::vector<std::uint32_t> visited_pages() const {
     std::vector<std::uint32_t> list;
@@ -124,19 +129,9 @@ TEST_CASE("progressive: in true order the share is covered, for all heads and mi
     const double covered = head.coverage(near.set, h);
     REQUIRE(covered >= mass - 1e-5);
     // What was left out weighs so little that the output cannot be far off: both are means of values.
-    auto tokens = near_tokens(near.set, n);
-    tokens.insert(tokens.end(), head.row.tokens.begin(), head.row.tokens.end());
-    const Attended some = attend(head.kv, head.q.data(), h, tokens);
+    const Attended some = attend(head.kv, head.q.data(), h, head.attended(near.set));
     const Attended all = attend(head.kv, head.q.data(), h, positions(0, n));
-    double difference = 0.0;
-    double largest = 0.0;
-    for (std::uint32_t c = 0; c < kDim; ++c) difference += (some.out[c] - all.out[c]) * (some.out[c] - all.out[c]);
-    for (std::uint32_t t = 0; t < n; ++t) {
-      double norm = 0.0;
-      for (std::uint32_t c = 0; c < kDim; ++c) norm += head.kv.v[t * kDim + c] * head.kv.v[t * kDim + c];
-      largest = std::max(largest, norm);
-    }
-    REQUIRE(std::sqrt(difference) <= 2 * (1 - covered) * std::sqrt(largest) + 1e-9);
+    REQUIRE(distance(some.out, all.out) <= 2 * (1 - covered) * longest_value(head.kv, n) + 1e-9);
   }
 }
 
@@ -175,10 +170,7 @@ TEST_CASE("progressive: all of the mass is dense attention, whatever the order",
   std::iota(scores.begin(), scores.end(), -100.f);
   const FakeNear near(777, 5, 40, {2, 7});
   head.select(psa(1.f, microbatch), near.set, scores);
-  auto all = near_tokens(near.set, 777);
-  all.insert(all.end(), head.row.tokens.begin(), head.row.tokens.end());
-  std::sort(all.begin(), all.end());
-  REQUIRE(all == positions(0, 777));
+  REQUIRE(head.attended(near.set) == positions(0, 777));
 }
 
 TEST_CASE("progressive: ties by larger index, no number last, and no harm from either", "[psa]") {

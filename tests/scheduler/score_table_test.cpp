@@ -11,16 +11,7 @@
 #include "tests/support/catch.hpp"
 #include "tests/support/random.hpp"
 
-using sluice::scheduler::floor_code;
-using sluice::scheduler::from_code;
-using sluice::scheduler::kLargestCode;
-using sluice::scheduler::kScoreError;
-using sluice::scheduler::kSmallestScore;
-using sluice::scheduler::kUndoTokens;
-using sluice::scheduler::ScoreChange;
-using sluice::scheduler::ScoreCode;
-using sluice::scheduler::ScoreTable;
-using sluice::scheduler::to_code;
+using namespace sluice::scheduler;
 using sluice::scheduler::test::NaiveTable;
 
 namespace {
@@ -38,6 +29,9 @@ std::set<std::uint32_t> above_by_scan(const ScoreTable& table, ScoreCode thresho
   }
   return found;
 }
+
+/// g: a score is what is stored times this.
+double unit_of(const ScoreTable& table) { return 1.0 / table.step().per_weight; }
 
 void add(ScoreTable& table, std::uint32_t index, float weight) { table.add({&index, 1}, &weight); }
 
@@ -78,8 +72,8 @@ TEST_CASE("lazy decay equals decaying every entry, over 300 steps", "[score_tabl
     const ScoreTable::Cut cut = table.cut(alpha);
     REQUIRE_FALSE(cut.uniform);
     const double threshold = naive.threshold(alpha);
-    REQUIRE(from_code(cut.mean) * table.unit() == Approx(naive.mean()).epsilon(error));
-    REQUIRE(from_code(cut.threshold) * table.unit() == Approx(threshold).epsilon(error));
+    REQUIRE(from_code(cut.mean) * unit_of(table) == Approx(naive.mean()).epsilon(error));
+    REQUIRE(from_code(cut.threshold) * unit_of(table) == Approx(threshold).epsilon(error));
     const auto found = above(table, cut.threshold);
     REQUIRE(found == above_by_scan(table, cut.threshold));
     for (std::uint32_t i = 0; i < size; ++i) {
@@ -289,7 +283,7 @@ TEST_CASE("steps that are taken back leave the table bit by bit as it was, also 
       table.undo(last.undo, static_cast<std::uint32_t>(last.changes.size()), std::ref(next));
       table.shrink(last.before.size());
       REQUIRE(table.size() == last.before.size());
-      REQUIRE(table.unit() == last.before.unit());
+      REQUIRE(unit_of(table) == unit_of(last.before));
       REQUIRE(table.sum() == last.before.sum());
       for (std::uint32_t i = 0; i < table.size(); ++i) REQUIRE(table.score(i) == last.before.score(i));
       const ScoreTable::Cut cut = table.cut(0.2), was = last.before.cut(0.2);

@@ -75,10 +75,7 @@ std::vector<std::uint32_t> attended_in(LayerPolicy& policy, FakeKv& kv, std::uin
                                        std::uint32_t seed = 7) {
   const FakeNear near(n, 0, 0);
   const std::vector<float> q = random_queries(kGroup, kDim, seed);
-  SelectionRow row;
-  Bypass bypass;
-  SelectCounters counters;
-  policy.select({.kv_head = kv_head, .tokens = n, .q = q.data(), .near = &near.set, .kv = &kv}, row, bypass, counters);
+  const SelectionRow row = select(policy, kv, n, q, near.set, kv_head).row;
   for (std::uint32_t h = 1; h < kGroup; ++h) REQUIRE(attended_by(row, h) == attended_by(row, 0));
   return attended_by(row, 0);
 }
@@ -139,11 +136,7 @@ TEST_CASE("a needle that the window's queries asked for is kept, one that a late
   REQUIRE(best(positions(0, n + 1), 1, [&](std::uint32_t t) { return prompt.kv.logit(later.data(), 0, t); }).front() ==
           300);
   const FakeNear near(n + 1, 0, 0);
-  SelectionRow row;
-  Bypass bypass;
-  SelectCounters counters;
-  policy->select({.kv_head = 0, .tokens = n + 1, .q = later.data(), .near = &near.set, .kv = &prompt.kv}, row, bypass,
-                 counters);
+  const SelectionRow row = select(*policy, prompt.kv, n + 1, later, near.set).row;
   REQUIRE(std::ranges::count(row.tokens, 100u) == 1);
   REQUIRE(std::ranges::count(row.tokens, 300u) == 0);
 }
@@ -186,11 +179,7 @@ TEST_CASE("sinks are attended as near tokens, not twice", "[snapkv]") {
   policy->begin(prompt.context());
   const FakeNear near(n + 1, 64, 16);
   const std::vector<float> q = random_queries(kGroup, kDim, 1);
-  SelectionRow row;
-  Bypass bypass;
-  SelectCounters counters;
-  policy->select({.kv_head = 0, .tokens = n + 1, .q = q.data(), .near = &near.set, .kv = &prompt.kv}, row, bypass,
-                 counters);
+  const SelectionRow row = select(*policy, prompt.kv, n + 1, q, near.set).row;
   REQUIRE_FALSE(row.tokens.empty());
   for (const std::uint32_t token : row.tokens) REQUIRE_FALSE(near.set.contains(token));
   for (std::size_t i = 0; i < row.scores.size(); ++i)

@@ -7,8 +7,9 @@ using namespace sluice::scheduler;
 using namespace sluice::scheduler::test;
 
 TEST_CASE("with every token a candidate and a budget of all, the output is dense attention", "[policy]") {
-  const std::string text = GENERATE("topk:budget=100%", "exact+history | top_k=all | near=0%,sinks=4,recent=0",
-                                    "exact+history:share_group=on+pages | top_k=all | near=0%", "topk:budget=100%,near=10%");
+  const std::string text =
+      GENERATE("topk:budget=100%", "exact+history | top_k=all | near=0%,sinks=4,recent=0",
+               "exact+history:share_group=on+pages | top_k=all | near=0%", "topk:budget=100%,near=10%");
   const std::uint32_t n = GENERATE(70u, 500u);
   CAPTURE(text, n);
   Step step(text, n);
@@ -57,10 +58,8 @@ TEST_CASE("an empty prompt decodes densely until its budget is full, then from h
   policy->begin({.kv_head = 0, .tokens = 0, .queries = 0, .last_q = {}, .kv = &step.kv});
   for (std::uint32_t n = 1; n <= 60; ++n) {
     const FakeNear near(n, 4, 0);
-    SelectionRow row;
     policy->forecast(0, n);
-    policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, row, step.bypass,
-                   step.counters);
+    const SelectionRow row = select(*policy, step.kv, n, step.q, near.set).row;
     if (n <= 20) {
       REQUIRE(attended_by(row, 2) == positions(4, std::max(n, 4u)));
     } else {
@@ -77,16 +76,11 @@ TEST_CASE("a history without contrast attends densely for one step and learns fr
   auto policy = make("lfps:bypass=0");
   policy->begin({.kv_head = 0, .tokens = n - 1, .queries = 0, .last_q = {}, .kv = &step.kv});  // imported prefix
   const FakeNear near(n, 4, 0);
-  SelectionRow row;
-  policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, row, step.bypass,
-                 step.counters);
-  REQUIRE(attended_by(row, 0) == positions(4, n));
-  REQUIRE(row.tokens.empty());
+  const SelectionRow first = select(*policy, step.kv, n, step.q, near.set).row;
+  REQUIRE(attended_by(first, 0) == positions(4, n));
+  REQUIRE(first.tokens.empty());
   policy->observe(0, step.kv);
-  row.clear();
-  policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, row, step.bypass,
-                 step.counters);
-  REQUIRE(attended_by(row, 0).size() <= 64);
+  REQUIRE(attended_by(select(*policy, step.kv, n, step.q, near.set).row, 0).size() <= 64);
 }
 
 TEST_CASE("LFPS attends the best of what it scored", "[lfps]") {
@@ -122,28 +116,22 @@ TEST_CASE("LFPS attends the best of what it scored", "[lfps]") {
 }
 
 TEST_CASE("the output error is bounded by the mass that was left out", "[policy]") {
-  const std::string text = GENERATE("topk:budget=20", "lfps:budget=20,bypass=0", "history:share_group=on+pages | top_k=20 | near=0");
+  const std::string text =
+      GENERATE("topk:budget=20", "lfps:budget=20,bypass=0", "history:share_group=on+pages | top_k=20 | near=0");
   const float q_scale = GENERATE(1.f, 5.f);
   const std::uint32_t n = 900;
   CAPTURE(text, q_scale);
   Step step(text, n, 3, q_scale);
   const FakeNear near(n, 4, text.front() == 'h' ? 128 : 0);
   step.select(near.set, text.front() == 'h' ? std::vector<std::uint32_t>{1, 2, 3, 4} : std::vector<std::uint32_t>{});
-  double longest = 0.0;
-  for (std::uint32_t t = 0; t < n; ++t) {
-    double square = 0.0;
-    for (std::uint32_t c = 0; c < kDim; ++c) square += std::pow(step.kv.v[t * kDim + c], 2);
-    longest = std::max(longest, std::sqrt(square));
-  }
+  const double longest = longest_value(step.kv, n);
   for (std::uint32_t h = 0; h < kGroup; ++h) {
     auto tokens = attended_by(step.row, h);
     const auto near_ones = near_tokens(near.set, n);
     tokens.insert(tokens.end(), near_ones.begin(), near_ones.end());
     const Attended sparse = attend(step.kv, step.q.data(), h, tokens);
     const Attended dense = attend(step.kv, step.q.data(), h, positions(0, n));
-    double error = 0.0;
-    for (std::uint32_t c = 0; c < kDim; ++c) error += std::pow(sparse.out[c] - dense.out[c], 2);
-    REQUIRE(std::sqrt(error) <= 2.0 * (1.0 - sparse.mass / dense.mass) * longest + 1e-12);
+    REQUIRE(distance(sparse.out, dense.out) <= 2.0 * (1.0 - sparse.mass / dense.mass) * longest + 1e-12);
   }
 }
 
@@ -160,10 +148,8 @@ TEST_CASE("a shared group attends the union of what its heads chose from the uni
   std::vector<std::uint32_t> united = whole.row.tokens, expected;
   for (std::uint32_t h = 0; h < kGroup; ++h) {
     const auto mine = best(united, 40, shared.logit(h));
-    expected.insert(expected.end(), mine.begin(), mine.end());
+    unite(expected, mine);
   }
-  std::sort(expected.begin(), expected.end());
-  expected.erase(std::unique(expected.begin(), expected.end()), expected.end());
   REQUIRE(shared.row.tokens == expected);
   REQUIRE(expected.size() > 40);
 }
@@ -188,9 +174,9 @@ TEST_CASE("near candidates are observed but not attended", "[sluice]") {
 
   // What is foreseen next shows who learnt: one history was fed, the other stands still.
   const auto learns = [n](Step& step) {
-    const Proposal before = proposal(*step.policy, step.kv, step.q.data(), n);
+    const Proposal before = proposal(*step.policy, step.kv, step.q, n);
     step.policy->observe(0, step.kv);
-    return proposal(*step.policy, step.kv, step.q.data(), n) != before;
+    return proposal(*step.policy, step.kv, step.q, n) != before;
   };
   REQUIRE_FALSE(learns(forgetting));
   REQUIRE(learns(following));
@@ -205,7 +191,7 @@ TEST_CASE("observed weights come from the best of all candidates, near ones incl
   REQUIRE(b.counters.near_hits > 0);
   a.policy->observe(0, a.kv);
   b.policy->observe(0, b.kv);
-  REQUIRE(proposal(*a.policy, a.kv, a.q.data(), n) == proposal(*b.policy, b.kv, b.q.data(), n));
+  REQUIRE(proposal(*a.policy, a.kv, a.q, n) == proposal(*b.policy, b.kv, b.q, n));
   // Attended: the best of the far ones, so what is near makes room for more.
   Step whole("lfps:budget=100%,min_tokens=1,bypass=0", n);
   whole.select(near.set);
@@ -220,9 +206,7 @@ TEST_CASE("near pages of any size are recognised", "[policy]") {
   const FakeNear near(n, sinks, recent, {1, 3}, page_tokens);
   auto policy = make_layer_policy(parse_policy("topk:budget=100%,sinks=70"), kShape, page_tokens, LayerId{0});
   Step step("topk:budget=100%", n);
-  SelectionRow row;
-  policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, row, step.bypass,
-                 step.counters);
+  const SelectionRow row = select(*policy, step.kv, n, step.q, near.set).row;
   std::vector<std::uint32_t> expected;
   for (std::uint32_t t = 0; t < n; ++t) {
     if (!near.set.contains(t)) expected.push_back(t);
@@ -280,9 +264,7 @@ TEST_CASE("a history that tells nothing, and a context that top_k holds, keep to
   policy->begin({.kv_head = 0, .tokens = n - 1, .queries = 0, .last_q = {}, .kv = &step.kv});
   const FakeNear near(n, 4, 0);
   for (int again = 0; again < 2; ++again) {
-    SelectionRow row;
-    policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, row, step.bypass,
-                   step.counters);
+    const SelectionRow row = select(*policy, step.kv, n, step.q, near.set).row;
     REQUIRE(row.runs.empty());
     for (std::uint32_t h = 0; h < kGroup; ++h) {
       const auto attended = attended_by(row, h);
@@ -292,10 +274,7 @@ TEST_CASE("a history that tells nothing, and a context that top_k holds, keep to
     policy->observe(0, step.kv);
   }
   // As many as there are: no cut.
-  SelectionRow row;
   policy = make(text.substr(0, text.size() - 2) + "9000");
   policy->begin({.kv_head = 0, .tokens = n - 1, .queries = 0, .last_q = {}, .kv = &step.kv});
-  policy->select({.kv_head = 0, .tokens = n, .q = step.q.data(), .near = &near.set, .kv = &step.kv}, row, step.bypass,
-                 step.counters);
-  REQUIRE(attended_by(row, 0) == positions(4, n));
+  REQUIRE(attended_by(select(*policy, step.kv, n, step.q, near.set).row, 0) == positions(4, n));
 }

@@ -17,11 +17,6 @@ constexpr double kKvBytes = 2.0 * 128 * 2;
 
 /// Attention of head `h` to position `j`: heavy keys, a slash band, recency, noise of its own per step.
 double habit(std::uint32_t h, std::uint32_t p, std::uint32_t j) {
-  const auto noise = [](std::uint32_t x) {
-    x = (x ^ (x >> 16)) * 0x7feb352du;
-    x = (x ^ (x >> 15)) * 0x846ca68bu;
-    return static_cast<double>(x ^ (x >> 16)) / 4294967296.0 - 0.5;
-  };
   const double heavy = noise(j * 4 + h) > 0.49 ? 6.0 : 0.0;
   return heavy + ((p - j) % 211 == 9 ? 3.0 : 0.0) - 0.5 * std::log(1.0 + (p - j)) + noise(p * 7919 + j * 31 + h);
 }

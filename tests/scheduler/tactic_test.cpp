@@ -34,7 +34,7 @@ struct Decode {
     REQUIRE(kv.ascending);
     REQUIRE(std::is_sorted(row.tokens.begin(), row.tokens.end()));
   }
-  /// What head 0 attends, near tokens included.
+  /// What head `h` attends, near tokens included.
   [[nodiscard]] std::vector<std::uint32_t> attended(const NearSet& near, std::uint32_t n, std::uint32_t h = 0) const {
     auto tokens = attended_by(row, h);
     for (const std::uint32_t token : tokens) REQUIRE_FALSE(near.contains(token));
@@ -86,14 +86,7 @@ TEST_CASE("tactic attends about its share of the mass, and the newest tokens all
     // What renormalisation over a part can be off by.
     const Attended all = attend(decode.kv, decode.q.data(), h, positions(0, n));
     const Attended part = attend(decode.kv, decode.q.data(), h, tokens);
-    double error = 0.0, longest = 0.0;
-    for (std::uint32_t c = 0; c < kDim; ++c) error += (all.out[c] - part.out[c]) * (all.out[c] - part.out[c]);
-    for (std::uint32_t t = 0; t < n; ++t) {
-      double norm = 0.0;
-      for (std::uint32_t c = 0; c < kDim; ++c) norm += decode.kv.v[t * kDim + c] * decode.kv.v[t * kDim + c];
-      longest = std::max(longest, norm);
-    }
-    REQUIRE(std::sqrt(error) <= 2.0 * (1.0 - share) * std::sqrt(longest) + 1e-9);
+    REQUIRE(distance(all.out, part.out) <= 2.0 * (1.0 - share) * longest_value(decode.kv, n) + 1e-9);
   }
 }
 
@@ -127,12 +120,8 @@ TEST_CASE("what tactic attends anyway counts: with enough of the mass there, no 
   decode.select(n, near.set);
   const auto tokens = decode.attended(near.set, n);
   auto expected = near_tokens(near.set, n);
-  const auto unclustered = positions(3'000, n);
-  expected.insert(expected.end(), unclustered.begin(), unclustered.end());
-  std::sort(expected.begin(), expected.end());
-  expected.erase(std::unique(expected.begin(), expected.end()), expected.end());
+  unite(expected, positions(3'000, n));
   REQUIRE(decode.share(0, expected, n) > 0.949);
-  REQUIRE(tokens.size() == expected.size());
   REQUIRE(tokens == expected);
 }
 
@@ -164,10 +153,8 @@ TEST_CASE("what a group attends holds what each of its heads would", "[tactic]")
     alone.select(2'001, near.set);
     const auto own = alone.attended(near.set, 2'001);
     REQUIRE(is_subset(own, united));
-    together.insert(together.end(), own.begin(), own.end());
+    unite(together, own);
   }
-  std::sort(together.begin(), together.end());
-  together.erase(std::unique(together.begin(), together.end()), together.end());
   REQUIRE(together == united);
 }
 

@@ -6,20 +6,12 @@
 #include <set>
 
 #include "scheduler/fast_exp.hpp"
+#include "tests/scheduler/attended.hpp"
 #include "tests/support/catch.hpp"
 
 using sluice::scheduler::fast_exp;
 using sluice::scheduler::TokenSet;
-
-namespace {
-
-std::vector<std::uint32_t> members(const TokenSet& set) {
-  std::vector<std::uint32_t> tokens;
-  set.for_each([&](std::uint32_t t) { tokens.push_back(t); });
-  return tokens;
-}
-
-}  // namespace
+using sluice::scheduler::test::members;
 
 TEST_CASE("a token set behaves like a sorted set, also when it is reused", "[token_set]") {
   TokenSet set, other;

@@ -168,13 +168,3 @@ TEST_CASE("keys with NaN are never kept, and nothing is if there is nothing else
   step.select(near.set);
   REQUIRE(step.row.tokens.empty());
 }
-
-TEST_CASE("the preset is Quest's ranking, pruned", "[policy_text]") {
-  const PolicySpec spec = twilight_spec();
-  REQUIRE_NOTHROW(validate(spec));
-  const std::string words = to_string(spec);
-  REQUIRE(words == "pages:box,budget=8192 | int4 | top_p=0.95 | near=0%,sinks=4,recent=0 | dense=2 | page=16");
-  PolicySpec parsed = parse_policy(words);
-  parsed.name = spec.name;
-  REQUIRE(parsed == spec);
-}

@@ -25,7 +25,7 @@ struct Sampled {
   SelectCounters counters;
 };
 
-/// Denominator of a head by what is near and by the row, relative to the true one.
+/// Denominator of a head by what is near and by what it attends, relative to the true one.
 double denominator(const FakeKv& kv, const float* q, std::uint32_t h, const SelectionRow& row, const NearSet& near,
                    std::uint32_t n) {
   double found = 0.0, whole = 0.0;
@@ -34,7 +34,9 @@ double denominator(const FakeKv& kv, const float* q, std::uint32_t h, const Sele
     whole += weight;
     if (near.contains(t)) found += weight;
   }
-  if (row.tokens.empty()) return 1.0;
+  for (const PageRun& run : row.runs) {  // Where there is nothing to sample.
+    for (std::uint32_t r = run.begin; r < run.end; ++r) found += std::exp(kv.logit(q, h, run.page * kPageTokens + r));
+  }
   for (std::size_t i = 0; i < row.tokens.size(); ++i)
     if ((row.members[i] >> h & 1) != 0) found += std::exp(double{row.scores[i * kGroup + h]});
   return found / whole;

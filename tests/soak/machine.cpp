@@ -5,6 +5,7 @@
 #include "scheduler/plan/forward_rows.hpp"
 #include "scheduler/plan/layer_stacks.hpp"
 #include "sluice/error.hpp"
+#include "tests/soak/expect.hpp"
 #include "tests/soak/starved_device.hpp"
 #include "tests/soak/traffic.hpp"
 
@@ -134,10 +135,6 @@ EngineOptions options_of(const MachineKind& kind, std::uint64_t seed, std::vecto
   options.placement = one_of(random, {PlacementMode::hybrid, PlacementMode::hybrid, PlacementMode::stream});
   if (options.placement == PlacementMode::hybrid) options.fetch_share = one_of(random, {0.f, 0.f, 0.4f, 1.f});
   return options_for(kind, options, policies);
-}
-
-void require(bool holds, const std::string& what) {
-  if (!holds) throw Failure(what);
 }
 
 }  // namespace

@@ -114,9 +114,8 @@ class Soak {
     } while (Clock::now() < deadline && round - options_.round < options_.rounds);
     std::printf(
         "soak: %llu rounds, %llu sequences, %llu forwards, %llu rows of a layer compared with float64, %llu rows with "
-        "the "
-        "sequence alone, %llu forwards failed (%llu late, %llu of the device), %llu were taken back, %llu "
-        "sequences were parked and resumed, %llu calls without room\n",
+        "the sequence alone, %llu forwards failed (%llu late, %llu of the device), %llu were taken back, "
+        "%llu sequences were parked and resumed, %llu calls without room\n",
         static_cast<unsigned long long>(round - options_.round), static_cast<unsigned long long>(total_.sequences),
         static_cast<unsigned long long>(total_.forwards), static_cast<unsigned long long>(total_.checked),
         static_cast<unsigned long long>(total_.alone), static_cast<unsigned long long>(total_.failed),

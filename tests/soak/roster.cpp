@@ -5,13 +5,10 @@
 
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
+#include "tests/soak/expect.hpp"
 
 namespace sluice::test {
 namespace {
-
-void require(bool holds, const std::string& what) {
-  if (!holds) throw Failure(what);
-}
 
 bool on_cpu(const PolicySpec& spec) { return scheduler::chooser(spec) == scheduler::Chooser::cpu; }
 
@@ -20,17 +17,6 @@ bool on_cpu(const PolicySpec& spec) { return scheduler::chooser(spec) == schedul
 std::uint32_t surely_undone(const PolicySpec& spec) {
   if (!spec.uses(Source::history)) return kSoakTokens;
   return spec.budget.kind == BudgetKind::top_p ? 0 : 20;
-}
-
-/// What a call ends with; nothing if it does not fail.
-template <class Call>
-std::optional<Errc> error_of(const Call& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.code();
-  }
-  return std::nullopt;
 }
 
 template <class Call>

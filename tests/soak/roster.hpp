@@ -69,6 +69,13 @@ class Roster {
   void check();
 
  private:
+  struct Parked {
+    std::unique_ptr<Sequence> sequence;
+    std::vector<std::byte> area;
+    std::uint32_t passed = 0;  ///< pages that layers with windows had not any more
+  };
+  /// In an engine that has pages of another size it is the same.
+  void visit_elsewhere(const Parked& parked);
   /// `shorter` has the first `tokens` tokens of a sequence: whether its policy has begun again may not be known.
   static void note_shorter(const Sequence& sequence, std::uint32_t tokens, Sequence& shorter);
   [[nodiscard]] std::uint64_t stack_bytes() const noexcept;  ///< of a block
@@ -85,13 +92,6 @@ class Roster {
   RoundStats& stats_;
   PageModel pages_;
   std::vector<std::unique_ptr<Sequence>> sequences_;
-  struct Parked {
-    std::unique_ptr<Sequence> sequence;
-    std::vector<std::byte> area;
-    std::uint32_t passed = 0;  ///< pages that layers with windows had not any more
-  };
-  /// In an engine that has pages of another size it is the same.
-  void visit_elsewhere(const Parked& parked);
   std::vector<Parked> parked_;
   EngineStats last_{};
 };

@@ -3,16 +3,10 @@
 #include <array>
 
 #include "scheduler/plan/forward_rows.hpp"
+#include "tests/soak/expect.hpp"
 #include "tests/soak/roster.hpp"
 
 namespace sluice::test {
-namespace {
-
-void require(bool holds, const std::string& what) {
-  if (!holds) throw Failure(what);
-}
-
-}  // namespace
 
 void Roster::check() {
   const Engine& engine = driven_.engine;

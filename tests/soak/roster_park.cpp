@@ -4,25 +4,10 @@
 
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
+#include "tests/soak/expect.hpp"
 #include "tests/soak/roster.hpp"
 
 namespace sluice::test {
-namespace {
-
-void require(bool holds, const std::string& what) {
-  if (!holds) throw Failure(what);
-}
-
-std::optional<Errc> error_of_resume(Engine& engine, std::span<const std::byte> area, SequenceId& id) {
-  try {
-    id = engine.resume(area);
-  } catch (const Error& error) {
-    return error.code();
-  }
-  return std::nullopt;
-}
-
-}  // namespace
 
 void Roster::park(Sequence& sequence) {
   Parked parked;
@@ -63,14 +48,15 @@ void Roster::resume() {
   const bool room =
       has_slot(sequence.spec) && pages_.used() + pages_.resumed(sequence.settled, parked.passed) <= blocks();
   if (windowed() && random_.below(3) == 0) visit_elsewhere(parked);
+  const auto resume = [&] { id = driven_.engine.resume(parked.area); };
   if (room && random_.below(4) == 0) {
     const std::uint32_t at = random_.below(static_cast<std::uint32_t>(parked.area.size()));
     parked.area[at] ^= std::byte{16};
-    require(error_of_resume(driven_.engine, parked.area, id) == Errc::corrupt,
+    require(error_of(resume) == Errc::corrupt,
             sequence.name() + " is resumed with byte " + std::to_string(at) + " damaged");
     parked.area[at] ^= std::byte{16};
   }
-  const std::optional<Errc> error = error_of_resume(driven_.engine, parked.area, id);
+  const std::optional<Errc> error = error_of(resume);
   require(error == (room ? std::nullopt : std::optional(Errc::out_of_capacity)),
           "resume of " + sequence.name() + (room ? " fails" : " without room is not refused"));
   stats_.refused += room ? 0 : 1;

@@ -1,7 +1,6 @@
 #include "tests/soak/traffic.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 
 #include "scheduler/plan/forward_rows.hpp"

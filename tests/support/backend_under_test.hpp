@@ -37,6 +37,13 @@ class BackendUnderTest {
     std::fill(all.begin(), all.end(), value);
     return all;
   }
+  /// Scratch of a task, as the verbs want it aligned, of no use to whoever reads it before it is written.
+  [[nodiscard]] std::byte* scratch(std::uint64_t bytes) {
+    constexpr std::uint64_t kAlignment = 256;
+    const std::span<std::byte> all = array(bytes + kAlignment, std::byte{0xff});
+    const auto address = reinterpret_cast<std::uintptr_t>(all.data());
+    return all.data() + (kAlignment - address % kAlignment) % kAlignment;
+  }
   template <class Range>
   [[nodiscard]] auto copy_of(const Range& range) {
     const auto copy = array<std::remove_cvref_t<decltype(*std::begin(range))>>(std::size(range));

@@ -1,4 +1,5 @@
-// What audits of forwards report, on every device: against float64, against what policies say by themselves, and when there is none.
+// What audits of forwards report, on every device: against float64, against what policies say by themselves, and when
+// there is none.
 #include <cmath>
 
 #include "sluice/error.hpp"
@@ -9,7 +10,6 @@
 using namespace sluice;
 using namespace sluice::test;
 using namespace sluice::test::policies;
-using namespace std::chrono_literals;
 
 namespace {
 

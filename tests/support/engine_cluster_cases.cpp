@@ -156,20 +156,14 @@ TEST_CASE("a batch of policies with and without clusters attends what each does 
 TEST_CASE("what has no room for clusters says so and changes nothing", "[engine][clusters]") {
   const EngineRig rig = engine_rig();
   const Story story(kShape, 300, 93);
-  const auto said = [](const auto& call) {
-    try {
-      call();
-    } catch (const Error& error) {
-      return std::string(error.what());
-    }
-    return std::string();
-  };
   EngineOptions options = options_for(rig, 1, 0);
   options.cluster_sequences = 0;
   {
     Engine engine(options, rig.device);
-    REQUIRE(code_of([&] { (void)engine.begin(parse_policy(kTactic)); }) == Errc::unsupported);
-    REQUIRE(said([&] { (void)engine.begin(parse_policy(kTactic)); }).find("cluster_sequences") != std::string::npos);
+    const auto [code, text] = refusal_of([&] { (void)engine.begin(parse_policy(kTactic)); });
+    CAPTURE(text);
+    REQUIRE(code == Errc::unsupported);
+    REQUIRE(text.find("cluster_sequences") != std::string::npos);
   }
   options.cluster_sequences = 2;
   options.max_clusters = 50;

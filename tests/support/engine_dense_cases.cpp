@@ -46,11 +46,7 @@ std::vector<std::vector<float>> decode_in(Engine& engine, const EngineRig& rig, 
     tensors.set(row, *tellers[row]->story, tellers[row]->at++);
     ids.push_back(tellers[row]->id);
   }
-  tensors.spoil();
-  const Batch batch = engine.plan(one_each(ids), asked, rig.stream);
-  tensors.attend(engine, asked, rig.stream);
-  engine.finish(batch);
-  rig.synchronize();
+  (void)run_batch(engine, rig, tensors, one_each(ids), asked);
   std::vector<std::vector<float>> out;
   for (std::uint32_t row = 0; row < tellers.size(); ++row) out.push_back(tensors.out(row));
   return out;
@@ -211,13 +207,8 @@ TEST_CASE("whole rows attend in several launches, of more query heads than a thr
     ForwardTensors tensors(*rig.device, kWide, kRows + 9);
     for (std::uint32_t i = 0; i < kRows; ++i) tensors.set(i, story, 33 - i % 30);
     for (std::uint32_t i = 0; i < 9; ++i) tensors.set(kRows + i, story, 20 + i);
-    tensors.spoil();
-    const Bucket bucket = engine.options().largest;
-    const Batch batch = engine.plan(items, bucket, rig.stream);
+    const Batch batch = run_batch(engine, rig, tensors, items, engine.options().largest);
     REQUIRE(batch.bucket.whole == (dense != 0 && may_be_whole(rig)));
-    tensors.attend(engine, bucket, rig.stream);
-    engine.finish(batch);
-    rig.synchronize();
     std::vector<std::vector<float>> out;
     for (std::uint32_t i = 0; i < kRows + 9; ++i) out.push_back(tensors.out(i));
     return out;

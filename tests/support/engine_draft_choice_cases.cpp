@@ -19,10 +19,8 @@ constexpr std::uint32_t kPrompt = 150;
 constexpr std::uint32_t kDrafts = 5;
 
 EngineOptions options_of(const EngineRig& rig, std::uint32_t near, PlacementMode placement) {
-  EngineOptions options = policies::options_for(rig, 2 * kDrafts, near);
+  EngineOptions options = policies::paged_options(rig, 2 * kDrafts, near, DigestKind::cuboid_mean);
   options.largest.drafts = kDrafts;
-  options.largest.pages = true;
-  options.digests = DigestKind::cuboid_mean;
   options.placement = placement;
   return options;
 }

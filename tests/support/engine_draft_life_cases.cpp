@@ -130,11 +130,7 @@ TEST_CASE("buckets of single tokens, of drafts and of both run after one another
                                       {.sequence = teller.id, .tokens = count}};
     for (std::uint32_t i = 0; i < 7; ++i) tensors.set(i, story, prompt.at + i);
     for (std::uint32_t i = 0; i < count; ++i) tensors.set(7 + i, story, teller.at + i);
-    tensors.spoil();
-    const Batch batch = engine.plan(items, bucket, rig.stream);
-    tensors.attend(engine, bucket, rig.stream);
-    engine.finish(batch);
-    rig.synchronize();
+    const Batch batch = run_batch(engine, rig, tensors, items, bucket);
     for (const TraceSpan& span : engine.trace(batch).spans) {
       if (span.stage == Stage::append) REQUIRE(span.rows == 7 + count);
       if (span.stage == Stage::split) REQUIRE(span.rows == div_up(count, drafts));

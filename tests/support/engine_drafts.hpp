@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 #include <vector>
 
 #include "tests/support/engine_rig.hpp"
@@ -48,11 +49,7 @@ inline std::vector<std::vector<Row>> run(Engine& engine, const EngineRig& rig, c
     items.push_back({.sequence = teller->id, .tokens = count});
     for (std::uint32_t i = 0; i < count; ++i) tensors.set(at++, *teller->story, teller->at + i);
   }
-  tensors.spoil();
-  const Batch batch = engine.plan(items, bucket, rig.stream);
-  tensors.attend(engine, bucket, rig.stream);
-  engine.finish(batch);
-  rig.synchronize();
+  (void)run_batch(engine, rig, tensors, items, bucket);
   for (std::uint32_t row = at; row < bucket.rows(); ++row) {
     for (const float x : tensors.out(row)) REQUIRE(x == 0.f);
     for (const float x : tensors.lse(row)) REQUIRE(x == -INFINITY);
@@ -73,10 +70,7 @@ inline double error_of(const Row& row, const Story& story, const AttentionShape&
   const std::size_t floats = std::size_t{shape.q_heads} * shape.head_dim;
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer) {
     const std::vector<double> want = story.attended_together(layer, team);
-    for (std::size_t i = 0; i < floats; ++i) {
-      const double off = std::abs(want[i] - row.out[layer * floats + i]);
-      error = std::isnan(off) ? INFINITY : std::max(error, off);
-    }
+    error = std::max(error, difference(std::span(row.out).subspan(layer * floats, floats), want));
   }
   return error;
 }

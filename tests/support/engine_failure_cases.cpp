@@ -1,6 +1,5 @@
 // Forwards and imports that fail, are taken back or were never planned, on every device; and calls that are refused.
-#include <atomic>
-#include <thread>
+#include <cmath>
 
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
@@ -9,7 +8,6 @@
 using namespace sluice;
 using namespace sluice::test;
 using namespace sluice::test::plain;
-using namespace std::chrono_literals;
 
 TEST_CASE("a forward without a plan of its own gives NaN and changes nothing", "[engine]") {
   const EngineRig rig = engine_rig();
@@ -32,42 +30,6 @@ TEST_CASE("a forward without a plan of its own gives NaN and changes nothing", "
     REQUIRE(engine.tokens(teller.id) == teller.at);
   }
   REQUIRE(unplanned > 3);
-}
-
-TEST_CASE("a far part that is not answered in time costs the forward, which can be run again", "[engine]") {
-  const EngineRig rig = engine_rig();
-  EngineOptions options = options_for(rig, 2, 60, 0);
-  std::atomic<bool> stalls{false};
-  options.answer_timeout = 400ms;
-  options.before_answer = [&] {
-    if (stalls.exchange(false)) std::this_thread::sleep_for(1500ms);
-  };
-  Engine engine(options, rig.device);
-  const Story story(kShape, 110, 5);
-  const Story other(kShape, 110, 6);
-  const auto policy = parse_policy("exact | int4 | top_k=10 | near=0,sinks=2,recent=6");
-  Teller tellers[] = {{.story = &story, .id = engine.begin(policy)}, {.story = &other, .id = engine.begin(policy)}};
-  for (Teller& teller : tellers) import_story(engine, rig, teller, 100);
-  ForwardTensors tensors(*rig.device, kShape, 2);
-  const SequenceId ids[] = {tellers[0].id, tellers[1].id};
-  int failures = 0;
-  for (std::uint32_t step = 0; step < 10; ++step) {
-    if (step % 3 == 1) {
-      stalls = true;
-      for (std::uint32_t row = 0; row < 2; ++row) tensors.set(row, *tellers[row].story, tellers[row].at);
-      const Batch batch = engine.plan(one_each(ids), engine.options().largest, rig.stream);
-      tensors.attend(engine, rig.stream);
-      REQUIRE(code_of([&] { engine.finish(batch); }) == Errc::device);
-      rig.synchronize();
-      for (const std::uint32_t row : {0u, 1u}) REQUIRE(std::isnan(tensors.out(row).back()));
-      REQUIRE(engine.tokens(ids[0]) == tellers[0].at);
-      ++failures;
-    }
-    const auto out = run_forward(engine, rig, tensors, {&tellers[0], &tellers[1]});
-    REQUIRE(error_of(out[0], story, tellers[0].at - 1, 2, 6, 10) < kTolerance);
-    REQUIRE(error_of(out[1], other, tellers[1].at - 1, 2, 6, 10) < kTolerance);
-  }
-  REQUIRE(failures == 3);
 }
 
 TEST_CASE("a forward that is cancelled has no plan any more, whether it was enqueued or not, whoever waits",

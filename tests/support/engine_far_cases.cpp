@@ -18,22 +18,6 @@ namespace {
 constexpr std::uint32_t kPrompt = 280;
 const std::string kWindow = " | near=0,sinks=4,recent=12";
 
-EngineOptions far_options(const EngineRig& rig, std::uint32_t rows, std::uint32_t near) {
-  EngineOptions options = options_for(rig, rows, near);
-  options.digests = DigestKind::box;
-  options.largest.pages = true;
-  return options;
-}
-
-double error_of(const std::vector<float>& got, const std::vector<double>& want, std::uint32_t layer) {
-  double error = 0.0;
-  for (std::size_t i = 0; i < want.size(); ++i) {
-    const double each = std::abs(want[i] - got[layer * kRow + i]);
-    error = std::isnan(each) ? INFINITY : std::max(error, each);
-  }
-  return error;
-}
-
 }  // namespace
 
 TEST_CASE("a budget of far tokens that binds takes each head's best, near or far, in place or over the link",
@@ -53,7 +37,7 @@ TEST_CASE("a budget of far tokens that binds takes each head's best, near or far
   CAPTURE(way.text, near, to_string(placement));
   const EngineRig rig = engine_rig();
   const Story story(kShape, kPrompt + 10, 171);
-  EngineOptions options = far_options(rig, 1, near);
+  EngineOptions options = paged_options(rig, 1, near, DigestKind::box);
   options.placement = placement;
   Engine engine(options, rig.device);
   Teller teller{.story = &story, .id = engine.begin(parse_policy(way.text + kWindow))};
@@ -68,7 +52,7 @@ TEST_CASE("a budget of far tokens that binds takes each head's best, near or far
               ? story.attended_by_mass(layer, token, 4, 12, 0.9, way.keeps)
               : story.attended_in_pages(layer, token, {.pages = way.keeps, .sinks = 4, .recent = 12});
       CAPTURE(token, layer);
-      REQUIRE(error_of(out, want, layer) < 1e-3);
+      REQUIRE(off_in_layer(out, want, layer) < 1e-3);
     }
   }
 }
@@ -84,7 +68,7 @@ TEST_CASE("policies that choose on the CPU keep to a budget of far tokens as by 
   if (rig.kv_dtype != DType::f32) story.round_queries();
   const PolicySpec policy = parse_policy(text);
   Reference reference(rig, story, kShape, policy);
-  Engine engine(far_options(rig, 1, near), rig.device);
+  Engine engine(paged_options(rig, 1, near, DigestKind::box), rig.device);
   Teller teller{.story = &story, .id = engine.begin(policy)};
   reference.prefill(kPrompt);
   prefill(engine, rig, teller, kPrompt);
@@ -115,7 +99,7 @@ TEST_CASE("no layer attends more far tokens than its budget says", "[engine][far
   CAPTURE(way.text, near);
   const EngineRig rig = engine_rig();
   const Story story(kShape, kPrompt + 9, 173);
-  EngineOptions options = far_options(rig, 1, near);
+  EngineOptions options = paged_options(rig, 1, near, DigestKind::box);
   options.largest.audit = true;
   Engine engine(options, rig.device);
   Teller teller{.story = &story, .id = engine.begin(parse_policy(way.text))};
@@ -137,7 +121,9 @@ TEST_CASE("no layer attends more far tokens than its budget says", "[engine][far
 
 TEST_CASE("sequences with budgets of far tokens attend the same in a batch and alone", "[engine][far]") {
   const EngineRig rig = engine_rig();
-  const auto options = [&](std::uint32_t rows, std::uint32_t near) { return far_options(rig, rows, near); };
+  const auto options = [&](std::uint32_t rows, std::uint32_t near) {
+    return paged_options(rig, rows, near, DigestKind::box);
+  };
   require_same_in_batch(rig, options, GENERATE(from_range(few<1>(std::array{10u, 0u}))), 12,
                         {{"exact | int4 | top_k=30 | near=0,sinks=4,recent=12 | far=72", 200},
                          {"exact | int4 | top_k=30 | near=0,sinks=4,recent=12", 190},

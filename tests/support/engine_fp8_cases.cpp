@@ -37,8 +37,7 @@ std::vector<std::vector<float>> told(Engine& engine, const EngineRig& rig, const
   for (int step = 0; step < 8; ++step) {
     for (auto& each : run(engine, rig, {&teller, &fork}, {1, 1}, false)) out.push_back(std::move(each));
   }
-  std::vector<std::byte> area(engine.park_bytes(fork.id));
-  (void)engine.park(fork.id, area);
+  const parks::Area area = parks::parked(engine, fork.id);
   engine.end(fork.id);
   fork.id = engine.resume(area);
   for (int step = 0; step < 4; ++step) out.push_back(decode(engine, rig, fork));
@@ -121,11 +120,8 @@ TEST_CASE("fp8 halves host memory, near memory stays as it is, and tensors have 
   const SequenceId id = engine.begin(parse_policy("full | near=0"));
   const auto rows = rig.device->allocate_pinned(std::uint64_t{kShape.kv_heads} * kShape.head_dim * sizeof(float));
   const TensorView kv = dense_view<const std::byte>(rows->data(), DType::fp8_e4m3, 1, kShape.kv_heads, kShape.head_dim);
-  try {
-    engine.import_prefix(id, LayerId{0}, kv, kv, rig.stream);
-    FAIL("such tensors are refused");
-  } catch (const Error& error) {
-    REQUIRE(error.code() == Errc::invalid_argument);
-    REQUIRE(std::string(error.what()).find("kv_dtype") != std::string::npos);
-  }
+  const auto [code, text] = refusal_of([&] { engine.import_prefix(id, LayerId{0}, kv, kv, rig.stream); });
+  CAPTURE(text);
+  REQUIRE(code == Errc::invalid_argument);
+  REQUIRE(text.find("kv_dtype") != std::string::npos);
 }

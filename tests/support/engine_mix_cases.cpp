@@ -1,31 +1,19 @@
 // Forwards of any mix give every row what its sequence gives alone.
 #include <algorithm>
-#include <cmath>
 
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
-#include "tests/support/engine_rig.hpp"
+#include "tests/support/engine_mixes.hpp"
 #include "tests/support/random.hpp"
 #include "tests/support/sanitized.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
+using namespace sluice::test::mixes;
 
 namespace {
 
-constexpr AttentionShape kShape{.layers = 2, .q_heads = 4, .kv_heads = 2, .head_dim = 64};
-constexpr std::uint32_t kTokens = 70;  // of a story
-constexpr std::uint32_t kStories = 3;
-constexpr std::size_t kRow = std::size_t{kShape.q_heads} * kShape.head_dim;
-constexpr const char* kPolicies[] = {"exact | int4 | top_k=6 | near=0,sinks=2,recent=3",
-                                     "exact | int4 | top_k=17 | near=0,sinks=9,recent=1",
-                                     "none | near=0,sinks=3,recent=8",
-                                     "exact | int4 | top_p=0.8 | near=0,sinks=2,recent=3",
-                                     "exact | int4 | top_k=6 | near=0,sinks=2,recent=3 | dense=1",
-                                     "full"};
-constexpr std::uint32_t kBounded = 3;  ///< policies that every bucket serves
-constexpr std::uint32_t kWays = std::size(kPolicies);
-constexpr Bucket kLargest{.decode_rows = 6, .prefill_rows = 30, .prefills = 4, .unbounded = true};
+constexpr std::uint32_t kBounded = 3;  ///< the first policies, which every bucket serves
 constexpr Bucket kBuckets[] = {{.decode_rows = 1},
                                {.decode_rows = 6},
                                {.decode_rows = 6, .unbounded = true},
@@ -33,62 +21,6 @@ constexpr Bucket kBuckets[] = {{.decode_rows = 1},
                                {.decode_rows = 0, .prefill_rows = 30, .prefills = 1},
                                {.decode_rows = 3, .prefill_rows = 21, .prefills = 2},
                                kLargest};
-
-/// Of no layer, of the second, of both. Sequences keep little beyond them, so that pages are passed all the time.
-const std::vector<std::uint32_t> kWindows[] = {{}, {0, 11}, {21, 9}};
-constexpr std::uint32_t kSlack = 3;
-
-EngineOptions mix_options(const EngineRig& rig, std::uint32_t near_blocks, std::uint32_t windows = 0) {
-  EngineOptions options{.shape = kShape, .page_tokens = 8, .kv_dtype = rig.kv_dtype, .largest = kLargest};
-  options.host_bytes = 40 * block_bytes(options);
-  options.near_bytes = near_blocks * near_block_bytes(options);
-  options.windows = kWindows[windows];
-  options.window_slack = kSlack;
-  options.sequences = 6;
-  options.import_rows = 20;
-  options.prefill_window = 16;
-  options.threads = 2;
-  options.pin_threads = false;
-  return options;
-}
-
-std::vector<Story> stories(std::uint32_t windows = 0) {
-  std::vector<Story> all;
-  for (std::uint64_t i = 0; i < kStories; ++i) {
-    all.emplace_back(kShape, kTokens, 300 + i);
-    all.back().see(kWindows[windows]);
-  }
-  return all;
-}
-
-/// What a story's token gives alone: decoded under a policy, or as a chunk of a prompt.
-struct Alone {
-  std::vector<std::vector<float>> rows[kStories][kWays + 1];  ///< the policies', then a prompt's
-};
-
-Alone alone(const EngineRig& rig, const std::vector<Story>& stories, std::uint32_t windows = 0) {
-  Alone alone;
-  Engine engine(mix_options(rig, 0, windows), rig.device);
-  ForwardTensors tensors(*rig.device, kShape, kLargest.rows());
-  for (std::uint32_t s = 0; s < kStories; ++s) {
-    for (std::uint32_t way = 0; way <= kWays; ++way) {
-      const SequenceId id = engine.begin(parse_policy(kPolicies[way % kWays]));
-      const Bucket bucket = way == kWays ? Bucket{.decode_rows = 0, .prefill_rows = 1, .prefills = 1}
-                                         : Bucket{.decode_rows = 1, .unbounded = true};
-      for (std::uint32_t token = 0; token < kTokens; ++token) {
-        const PlanItem item{.sequence = id, .tokens = 1, .prefill = way == kWays};
-        tensors.set(0, stories[s], token);
-        const Batch batch = engine.plan({&item, 1}, bucket, rig.stream);
-        tensors.attend(engine, bucket, rig.stream);
-        engine.finish(batch);
-        rig.synchronize();
-        alone.rows[s][way].push_back(tensors.out(0));
-      }
-      engine.end(id);
-    }
-  }
-  return alone;
-}
 
 /// A sequence as the schedule knows it: the first tokens of a story.
 struct Told {
@@ -303,37 +235,6 @@ class Schedule {
 };
 
 }  // namespace
-
-TEST_CASE("rows of chunks attend all that comes before them, and decoded rows what their policy says", "[engine]") {
-  const EngineRig rig = engine_rig();
-  const std::vector<Story> told = stories();
-  const Alone rows = alone(rig, told);
-  for (std::uint32_t s = 0; s < kStories; ++s) {
-    for (std::uint32_t token = 0; token < kTokens; token += 3) {
-      for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
-        const Story& story = told[s];
-        const auto dense = story.attended(layer, token, kTokens, 1, 0);
-        const auto six = story.attended(layer, token, 2, 3, 6);
-        CAPTURE(s, token, layer);
-        const auto off = [&](std::uint32_t way, const std::vector<double>& want) {
-          double worst = 0.0;
-          for (std::size_t i = 0; i < kRow; ++i)
-            worst = std::max(worst, std::abs(want[i] - rows.rows[s][way][token][layer * kRow + i]));
-          return worst;
-        };
-        REQUIRE(off(0, six) < 1e-3);
-        REQUIRE(off(1, story.attended(layer, token, 9, 1, 17)) < 1e-3);
-        REQUIRE(off(2, story.attended(layer, token, 3, 8, 0)) < 1e-3);
-        // The last token of the share may stand on its edge.
-        REQUIRE(std::min(off(3, story.attended_by_mass(layer, token, 2, 3, 0.8 - 1e-5)),
-                         off(3, story.attended_by_mass(layer, token, 2, 3, 0.8 + 1e-5))) < 1e-3);
-        REQUIRE(off(4, layer == 0 ? dense : six) < 1e-3);
-        REQUIRE(off(5, dense) < 1e-3);
-        REQUIRE(off(kWays, dense) < 1e-3);
-      }
-    }
-  }
-}
 
 TEST_CASE("any mix of chunks, decoded rows and drafts gives what the same sequences give alone", "[engine]") {
   const auto [near, windows] = GENERATE(grid(std::array{0u, 7u, 40u}, std::array{0u, 1u, 2u}));

@@ -1,6 +1,7 @@
 // Policies that rank pages by their digests, on every device.
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <thread>
 
 #include "sluice/error.hpp"
@@ -11,19 +12,6 @@
 using namespace sluice;
 using namespace sluice::test;
 using namespace sluice::test::policies;
-
-namespace {
-
-EngineOptions options_of(const EngineRig& rig, std::uint32_t rows, std::uint32_t near, DigestKind digests) {
-  EngineOptions options = options_for(rig, rows, near);
-  options.largest.pages = true;
-  options.digests = digests;
-  return options;
-}
-
-const char* const kQuest = "pages:quest,budget=80 | top_k=all | near=0,sinks=0,recent=0";
-
-}  // namespace
 
 TEST_CASE("policies that rank pages attend what they attend by themselves, near or far", "[engine]") {
   struct Case {
@@ -46,7 +34,7 @@ TEST_CASE("policies that rank pages attend what they attend by themselves, near 
   if (rig.kv_dtype != DType::f32) story.round_queries();
   const PolicySpec policy = parse_policy(text);
   Reference reference(rig, story, kShape, policy);
-  Engine engine(options_of(rig, 1, near, policy.pages.digest), rig.device);
+  Engine engine(paged_options(rig, 1, near, policy.pages.digest), rig.device);
   Teller teller{.story = &story, .id = engine.begin(policy)};
   const auto both_decode = [&](std::uint32_t tokens) {
     while (teller.at < tokens) {
@@ -69,7 +57,7 @@ TEST_CASE("pages that are fetched again and again come near, and what is attende
   // Nearly all pages in every step, by one query head of a group or another: as much as pages can recur.
   const PolicySpec policy = parse_policy("pages:pages=10 | top_k=all | near=0,sinks=16,recent=16");
   const auto options = [&](std::uint32_t near) {
-    EngineOptions all = options_of(rig, 1, near, policy.pages.digest);
+    EngineOptions all = paged_options(rig, 1, near, policy.pages.digest);
     all.placement = PlacementMode::stream;
     return all;
   };
@@ -116,7 +104,7 @@ TEST_CASE("progressive attention stops at the same pages in both placements, how
   };
   const auto decoded = [&](PlacementMode placement, unsigned seed) {
     std::atomic<unsigned> state{seed};
-    EngineOptions options = options_of(rig, 1, near, policy.pages.digest);
+    EngineOptions options = paged_options(rig, 1, near, policy.pages.digest);
     options.placement = placement;
     options.before_answer = [&] {
       std::this_thread::sleep_for(std::chrono::microseconds((state.fetch_add(1) * 2654435761u >> 16) % 300));
@@ -166,7 +154,7 @@ TEST_CASE("of ranked pages a group attends all tokens, or what its heads keep of
   policy.pages = {.digest = digest, .min_pages = pages, .share = 0.f};
   policy.near.sink_tokens = sinks;
   policy.near.recent_tokens = recent;
-  Engine engine(options_of(rig, 1, near, digest), rig.device);
+  Engine engine(paged_options(rig, 1, near, digest), rig.device);
   Teller teller{.story = &story, .id = engine.begin(policy)};
   import_story(engine, rig, teller, 141);
   while (teller.at < story.tokens()) {
@@ -176,10 +164,8 @@ TEST_CASE("of ranked pages a group attends all tokens, or what its heads keep of
       const std::vector<double> want = story.attended_in_pages(
           layer, token,
           {.page_tokens = 16, .digest = digest, .pages = pages, .sinks = sinks, .recent = recent, .mass = mass});
-      double worst = 0.0;
-      for (std::size_t i = 0; i < want.size(); ++i) worst = std::max(worst, std::abs(want[i] - got[layer * kRow + i]));
       CAPTURE(token, layer);
-      REQUIRE(worst < 1e-3);
+      REQUIRE(off_in_layer(got, want, layer) < 1e-3);
     }
   }
 }
@@ -187,10 +173,10 @@ TEST_CASE("of ranked pages a group attends all tokens, or what its heads keep of
 TEST_CASE("sequences that rank pages attend the same in a batch and alone", "[engine]") {
   const EngineRig rig = engine_rig();
   const auto options = [&](std::uint32_t rows, std::uint32_t near) {
-    return options_of(rig, rows, near, DigestKind::box);
+    return paged_options(rig, rows, near, DigestKind::box);
   };
   require_same_in_batch(rig, options, GENERATE(from_range(few<1>(std::array{10u, 0u}))), 18,
-                        {{kQuest, 200},
+                        {{"pages:quest,budget=80 | top_k=all | near=0,sinks=0,recent=0", 200},
                          {"exact | int4 | top_k=30 | near=0,sinks=4,recent=12", 90},
                          {"pages:quest,pages=3 | int4 | top_p=0.8 | near=0,sinks=4,recent=9", 170},
                          {"history+pages:quest,pages=2 | top_k=24 | near=0,sinks=4,recent=9", 143},
@@ -207,7 +193,7 @@ TEST_CASE("pages that are written again get new digests, and those that are shar
   constexpr std::uint32_t kDrafts = 5;
   // What a sequence attends that has only ever had these tokens: of `first` up to `until`, then of `second`.
   const auto fresh = [&](std::uint32_t until, std::uint32_t tokens) {
-    Engine engine(options_of(rig, 1, 0, DigestKind::box), rig.device);
+    Engine engine(paged_options(rig, 1, 0, DigestKind::box), rig.device);
     Teller teller{.story = &first, .id = engine.begin(policy)};
     import_story(engine, rig, teller, until);
     teller.story = &second;
@@ -215,7 +201,7 @@ TEST_CASE("pages that are written again get new digests, and those that are shar
     while (teller.at < tokens) out.push_back(decode(engine, rig, teller));
     return out;
   };
-  Engine engine(options_of(rig, kDrafts, 5, DigestKind::box), rig.device);
+  Engine engine(paged_options(rig, kDrafts, 5, DigestKind::box), rig.device);
   Teller parent{.story = &first, .id = engine.begin(policy)};
   import_story(engine, rig, parent, 230);
   for (const std::uint32_t kept : {208u, 215u, 229u}) {
@@ -236,7 +222,7 @@ TEST_CASE("pages that are written again get new digests, and those that are shar
   }
   // Nor did any of that change what the parent attends; drafts across the end of a page, where the device chooses.
   const auto want = [&] {
-    Engine alone(options_of(rig, 1, 0, DigestKind::box), rig.device);
+    Engine alone(paged_options(rig, 1, 0, DigestKind::box), rig.device);
     Teller teller{.story = &first, .id = alone.begin(policy)};
     import_story(alone, rig, teller, 230);
     std::vector<std::vector<float>> out;
@@ -249,98 +235,9 @@ TEST_CASE("pages that are written again get new digests, and those that are shar
     const std::uint32_t count = std::min(at_once, 250 - parent.at);
     for (std::uint32_t i = 0; i < count; ++i) tensors.set(i, first, parent.at + i);
     const PlanItem item{.sequence = parent.id, .tokens = count};
-    const Batch batch = engine.plan({&item, 1}, engine.options().largest, rig.stream);
-    tensors.attend(engine, rig.stream);
-    engine.finish(batch);
-    rig.synchronize();
+    (void)run_batch(engine, rig, tensors, {&item, 1}, engine.options().largest);
     for (std::uint32_t i = 0; i < count; ++i)
       REQUIRE(difference(tensors.out(i), want[parent.at + i - 230]) < tolerance(rig));
     parent.at += count;
   }
-}
-
-TEST_CASE("room is made for every policy, and only for what goes together", "[engine]") {
-  const EngineRig rig = engine_rig();
-  const EngineOptions least{.shape = kShape,
-                            .kv_dtype = rig.kv_dtype,
-                            .host_bytes = 8 * MiB,
-                            .largest = {.top_k = false},
-                            .prompt_queries = 1,
-                            .max_picks = 1,
-                            .max_ranked = 1,
-                            .max_window = 1,
-                            .threads = 1,
-                            .pin_threads = false};
-  for (const PolicyPreset& preset : policy_presets()) {
-    PolicySpec policy = preset.spec;
-    policy.near.share = 0.f;
-    CAPTURE(policy.name);
-    EngineOptions options = least;
-    make_room_for(policy, 600, options);
-    Engine engine(options, rig.device);
-    const Story story(kShape, 600, 5);
-    Teller teller{.story = &story, .id = engine.begin(policy)};
-    import_story(engine, rig, teller, 597);
-    while (teller.at < 600) (void)decode(engine, rig, teller);
-    // What is there stays.
-    EngineOptions both = options;
-    make_room_for(parse_policy("none | near=0"), 10, both);
-    REQUIRE(both.largest == options.largest);
-    REQUIRE(both.max_picks == options.max_picks);
-    REQUIRE(both.digests == options.digests);
-    REQUIRE(both.cpu_sequences == options.cpu_sequences);
-  }
-  EngineOptions options = least;
-  make_room_for(parse_policy(kQuest), 600, options);
-  const std::uint32_t ranked = options.max_ranked;
-  REQUIRE(code_of([&] { make_room_for(parse_policy("psa"), 6000, options); }) == Errc::unsupported);
-  REQUIRE(code_of([&] { make_room_for(parse_policy("history+pages | top_k=9 | near=3%"), 6000, options); }) ==
-          Errc::unsupported);
-  REQUIRE(options.max_ranked == ranked);
-  REQUIRE(options.digests == DigestKind::box);
-}
-
-TEST_CASE("an engine says what it lacks to rank pages", "[engine]") {
-  const EngineRig rig = engine_rig();
-  const auto refuses = [&](const EngineOptions& options, const char* policy) {
-    Engine engine(options, rig.device);
-    return code_of([&] { (void)engine.begin(parse_policy(policy)); });
-  };
-  REQUIRE(refuses(options_for(rig, 1, 0), kQuest) == Errc::unsupported);
-  REQUIRE(refuses(options_of(rig, 1, 0, DigestKind::cuboid_mean), kQuest) == Errc::unsupported);
-  EngineOptions narrow = options_of(rig, 1, 0, DigestKind::box);
-  narrow.max_window = 15;
-  REQUIRE(refuses(narrow, kQuest) == Errc::unsupported);
-  REQUIRE(refuses(options_of(rig, 1, 0, DigestKind::box), "pages:quest | top_k=all | near=5%") == Errc::unsupported);
-  EngineOptions none = options_for(rig, 1, 0);
-  none.largest.pages = true;
-  REQUIRE(code_of([&] { Engine engine(none, rig.device); }) == Errc::invalid_argument);
-  none.digests = static_cast<DigestKind>(7);
-  REQUIRE(code_of([&] { Engine engine(none, rig.device); }) == Errc::invalid_argument);
-
-  EngineOptions few = options_of(rig, 1, 0, DigestKind::box);
-  few.max_ranked = 4;
-  Engine engine(few, rig.device);
-  const Story story(kShape, 200, 3);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy(kQuest))};
-  import_story(engine, rig, teller, 150);
-  REQUIRE(code_of([&] { (void)decode(engine, rig, teller); }) == Errc::out_of_capacity);
-  // Nor is all of it attended where there is no room, because the budget holds everything.
-  EngineOptions bounded = few;
-  bounded.shape = {.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = 64};
-  bounded.largest.unbounded = false;
-  bounded.max_picks = 1;
-  bounded.max_window = 16;
-  Engine small(bounded, rig.device);
-  const Story other(bounded.shape, 200, 4);
-  Teller whole{.story = &other,
-               .id = small.begin(parse_policy("pages:quest,budget=4000 | top_k=all | near=0,sinks=0,recent=0"))};
-  import_story(small, rig, whole, 150);
-  const PlanItem one{.sequence = whole.id};
-  REQUIRE(code_of([&] { (void)small.plan({&one, 1}, small.options().largest, rig.stream); }) == Errc::out_of_capacity);
-  Bucket bucket = engine.options().largest;
-  bucket.pages = false;
-  const PlanItem item{.sequence = teller.id};
-  REQUIRE(code_of([&] { (void)engine.plan({&item, 1}, bucket, rig.stream); }) == Errc::invalid_argument);
-  REQUIRE(engine.memory().digests == 100u * near_block_bytes(engine.options()) / engine.options().page_tokens);
 }

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
+#include <span>
 #include <vector>
 
 #include "tests/support/engine_rig.hpp"
@@ -25,14 +25,9 @@ inline EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::
   return options;
 }
 
+/// Of the outputs from `offset` on.
 inline double worst(const std::vector<float>& got, const std::vector<double>& want, std::size_t offset) {
-  double error = 0.0;
-  for (std::size_t i = 0; i < want.size(); ++i) {
-    const double each = std::abs(want[i] - got[offset + i]);
-    if (std::isnan(each)) return INFINITY;
-    error = std::max(error, each);
-  }
-  return error;
+  return difference(std::span(got).subspan(offset, want.size()), want);
 }
 
 /// Against the reference, all layers of one token.

@@ -1,12 +1,13 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <memory>
+#include <span>
 #include <vector>
 
+#include "sluice/audit.hpp"
 #include "sluice/engine.hpp"
+#include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
 #include "tests/support/policy_reference.hpp"
 
@@ -32,20 +33,30 @@ inline EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::
   return options;
 }
 
+/// The same for policies that rank pages, too, by such digests.
+inline EngineOptions paged_options(const EngineRig& rig, std::uint32_t rows, std::uint32_t near, DigestKind digests) {
+  EngineOptions options = options_for(rig, rows, near);
+  options.largest.pages = true;
+  options.digests = digests;
+  return options;
+}
+
+/// The largest difference of a token's outputs in one layer.
+inline double off_in_layer(std::span<const float> got, std::span<const double> want, std::uint32_t layer) {
+  return difference(got.subspan(layer * kRow, kRow), want);
+}
+
 /// Of all layers of a token that attended everything it sees.
 inline double error_of(const std::vector<float>& got, const Story& story, std::uint32_t token) {
   double error = 0.0;
   for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
     const std::vector<double> want = story.attended(layer, token, 100'000, 1, 0);
-    for (std::size_t i = 0; i < want.size(); ++i) {
-      const double each = std::abs(want[i] - got[layer * kRow + i]);
-      error = std::isnan(each) ? INFINITY : std::max(error, each);
-    }
+    error = std::max(error, off_in_layer(got, want, layer));
   }
   return error;
 }
 
-/// Plans one forward of these, enqueues it, finishes it; outputs of the first row of each.
+/// Runs one forward of these; outputs of the first row of each.
 inline std::vector<std::vector<float>> run(Engine& engine, const EngineRig& rig, const std::vector<Teller*>& tellers,
                                            const std::vector<std::uint32_t>& counts, bool prefill) {
   // Without rows of prompts where there are none: as padding they would take longer than all else.
@@ -58,11 +69,7 @@ inline std::vector<std::vector<float>> run(Engine& engine, const EngineRig& rig,
     items.push_back({.sequence = tellers[i]->id, .tokens = counts[i], .prefill = prefill});
     for (std::uint32_t t = 0; t < counts[i]; ++t) tensors.set(row++, *tellers[i]->story, tellers[i]->at + t);
   }
-  tensors.spoil();
-  const Batch batch = engine.plan(items, bucket, rig.stream);
-  tensors.attend(engine, bucket, rig.stream);
-  engine.finish(batch);
-  rig.synchronize();
+  (void)run_batch(engine, rig, tensors, items, bucket);
   std::vector<std::vector<float>> out;
   row = 0;
   for (std::size_t i = 0; i < tellers.size(); ++i) {
@@ -79,6 +86,18 @@ inline void prefill(Engine& engine, const EngineRig& rig, Teller& teller, std::u
 
 inline std::vector<float> decode(Engine& engine, const EngineRig& rig, Teller& teller) {
   return run(engine, rig, {&teller}, {1}, false)[0];
+}
+
+/// The same tokens were attended, wherever they were.
+inline void require_same_audit(const AuditReport& got, const AuditReport& want) {
+  REQUIRE(got.attended_tokens == want.attended_tokens);
+  REQUIRE(got.heads.size() == want.heads.size());
+  REQUIRE(!got.heads.empty());
+  for (std::size_t i = 0; i < got.heads.size(); ++i) {
+    CAPTURE(i);
+    REQUIRE(got.heads[i].overlap == want.heads[i].overlap);
+    REQUIRE(got.heads[i].coverage == Approx(want.heads[i].coverage).margin(1e-3));
+  }
 }
 
 inline double tolerance(const EngineRig& rig) { return rig.kv_dtype == DType::f32 ? 2e-5 : 2e-3; }

@@ -1,8 +1,9 @@
 #include "tests/support/engine_rig.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
+
+#include "tests/support/reference.hpp"
 
 namespace sluice::test {
 
@@ -20,14 +21,8 @@ DType kv_dtype_or(DType usual) {
   throw Error(Errc::invalid_argument, std::string("SLUICE_TEST_KV_DTYPE is '") + name + "', which is no element type");
 }
 
-double difference(std::span<const float> a, std::span<const float> b) {
-  double worst = 0.0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    if (std::isnan(a[i]) || std::isnan(b[i])) return INFINITY;
-    worst = std::max(worst, double{std::abs(a[i] - b[i])});
-  }
-  return worst;
-}
+double difference(std::span<const float> a, std::span<const float> b) { return max_abs_diff(a, b); }
+double difference(std::span<const float> a, std::span<const double> b) { return max_abs_diff(a, b); }
 
 ForwardTensors::ForwardTensors(Device& device, const AttentionShape& shape, std::uint32_t rows)
     : shape_(shape),
@@ -130,6 +125,16 @@ std::vector<PlanItem> one_each(std::span<const SequenceId> ids) {
   return items;
 }
 
+Batch run_batch(Engine& engine, const EngineRig& rig, ForwardTensors& tensors, std::span<const PlanItem> items,
+                const Bucket& bucket) {
+  tensors.spoil();
+  const Batch batch = engine.plan(items, bucket, rig.stream);
+  tensors.attend(engine, bucket, rig.stream);
+  engine.finish(batch);
+  rig.synchronize();
+  return batch;
+}
+
 std::vector<std::vector<float>> run_forward(Engine& engine, const EngineRig& rig, ForwardTensors& tensors,
                                             std::vector<Teller*> tellers) {
   std::vector<SequenceId> ids;
@@ -137,11 +142,7 @@ std::vector<std::vector<float>> run_forward(Engine& engine, const EngineRig& rig
     tensors.set(row, *tellers[row]->story, tellers[row]->at);
     ids.push_back(tellers[row]->id);
   }
-  tensors.spoil();
-  const Batch batch = engine.plan(one_each(ids), engine.options().largest, rig.stream);
-  tensors.attend(engine, rig.stream);
-  engine.finish(batch);
-  rig.synchronize();
+  (void)run_batch(engine, rig, tensors, one_each(ids), engine.options().largest);
   std::vector<std::vector<float>> out;
   for (std::uint32_t row = 0; row < tellers.size(); ++row) {
     ++tellers[row]->at;

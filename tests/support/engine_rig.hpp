@@ -47,22 +47,31 @@ struct EngineRig {
   return layout.near().page_bytes() * options.shape.layers * options.shape.kv_heads;
 }
 
-/// The code of the Error that a call ends with, whose text must say something.
+/// The Error that a call ends with, whose text must say something.
+struct Refusal {
+  Errc code{};
+  std::string text;
+};
 template <class Call>
-[[nodiscard]] Errc code_of(const Call& call) {
+[[nodiscard]] Refusal refusal_of(const Call& call) {
   try {
     call();
   } catch (const Error& error) {
     INFO(error.what());
     CHECK(std::string(error.what()).size() > 20);
-    return error.code();
+    return {.code = error.code(), .text = error.what()};
   }
   FAIL("no error");
   return {};
 }
+template <class Call>
+[[nodiscard]] Errc code_of(const Call& call) {
+  return refusal_of(call).code;
+}
 
-/// The largest difference; infinity where one of them is not a number.
+/// The largest difference; infinity where one of a pair is not a number, or there are not as many of both.
 [[nodiscard]] double difference(std::span<const float> a, std::span<const float> b);
+[[nodiscard]] double difference(std::span<const float> a, std::span<const double> b);
 
 /// Tensors of a forward, in memory that device and host see.
 class ForwardTensors {
@@ -109,7 +118,11 @@ void import_story(Engine& engine, const EngineRig& rig, Teller& teller, std::uin
 /// A plan of one new token for each of these.
 [[nodiscard]] std::vector<PlanItem> one_each(std::span<const SequenceId> ids);
 
-/// Plans a forward of the largest bucket for these, enqueues it, finishes it; the outputs of each.
+/// Plans a forward of rows that are set, enqueues all of it, finishes it, and waits until its outputs are there.
+Batch run_batch(Engine& engine, const EngineRig& rig, ForwardTensors& tensors, std::span<const PlanItem> items,
+                const Bucket& bucket);
+
+/// Runs a forward of the largest bucket with the next token of each of these; the outputs of each.
 std::vector<std::vector<float>> run_forward(Engine& engine, const EngineRig& rig, ForwardTensors& tensors,
                                             std::vector<Teller*> tellers);
 

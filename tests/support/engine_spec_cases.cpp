@@ -5,7 +5,7 @@
 
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
-#include "tests/support/engine_policies.hpp"
+#include "tests/support/engine_park.hpp"
 #include "tests/support/reference.hpp"
 #include "tests/support/sanitized.hpp"
 
@@ -63,10 +63,7 @@ double error_of(const std::vector<float>& got, const Story& story, std::uint32_t
   for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
     const std::vector<double> want = mass != 0.0 ? story.attended_by_mass(layer, token, sinks, recent, mass)
                                                  : story.attended(layer, token, sinks, recent, picks);
-    for (std::size_t i = 0; i < want.size(); ++i) {
-      const double each = std::abs(want[i] - got[layer * kRow + i]);
-      error = std::isnan(each) ? INFINITY : std::max(error, each);
-    }
+    error = std::max(error, off_in_layer(got, want, layer));
   }
   return error;
 }
@@ -142,11 +139,7 @@ TEST_CASE("chunks of prompts attend by the model's scale, soft-cap and windows",
   for (const std::uint32_t count : {100u, 1u, 37u, 95u, 100u}) {
     const PlanItem item{.sequence = id, .tokens = count, .prefill = true};
     for (std::uint32_t i = 0; i < count; ++i) tensors.set(i, story, at + i);
-    tensors.spoil();
-    const Batch batch = engine.plan({&item, 1}, options.largest, rig.stream);
-    tensors.attend(engine, options.largest, rig.stream);
-    engine.finish(batch);
-    rig.synchronize();
+    (void)run_batch(engine, rig, tensors, {&item, 1}, options.largest);
     for (std::uint32_t i = 0; i < count; i += count < 5 ? 1 : 7) {
       CAPTURE(at, i);
       REQUIRE(error_of(tensors.out(i), story, at + i, kAll, 1, 0) < 1e-3);
@@ -173,10 +166,7 @@ TEST_CASE("drafts in layers with windows each see their own newest tokens", "[en
   ForwardTensors tensors(*rig.device, kShape, options.largest.rows());
   for (std::uint32_t i = 0; i < 5; ++i) tensors.set(i, story, 200 + i);
   const PlanItem item{.sequence = teller.id, .tokens = 5};
-  const Batch batch = engine.plan({&item, 1}, options.largest, rig.stream);
-  tensors.attend(engine, options.largest, rig.stream);
-  engine.finish(batch);
-  rig.synchronize();
+  (void)run_batch(engine, rig, tensors, {&item, 1}, options.largest);
   for (std::uint32_t i = 0; i < 5; ++i) REQUIRE(error_of(tensors.out(i), story, 200 + i, 4, 16, 24) < 1e-3);
 }
 
@@ -278,8 +268,7 @@ TEST_CASE("forks, shorter sequences and parked ones go on as their layers let th
     }
   };
   goes_on(engine.fork(teller.id, 207), 207);
-  std::vector<std::byte> area(engine.park_bytes(teller.id));
-  (void)engine.park(teller.id, area);
+  const parks::Area area = parks::parked(engine, teller.id);
   REQUIRE(code_of([&] { engine.truncate(teller.id, 140); }) == Errc::unsupported);
   engine.truncate(teller.id, 206);
   goes_on(teller.id, 206);
@@ -298,9 +287,7 @@ TEST_CASE("a plan reads no more of a layer than its window", "[engine][spec]") {
   tensors.set(0, story, 200);
   const PlanItem item{.sequence = teller.id};
   const Bucket bucket{.decode_rows = 1, .unbounded = true, .trace = true};
-  const Batch batch = engine.plan({&item, 1}, bucket, rig.stream);
-  tensors.attend(engine, bucket, rig.stream);
-  engine.finish(batch);
+  const Batch batch = run_batch(engine, rig, tensors, {&item, 1}, bucket);
   std::uint64_t read = 0;
   for (const WorkItem& work : engine.trace(batch).work)
     if (work.stage == Stage::attend_far) read += work.read;

@@ -113,14 +113,7 @@ TEST_CASE("what the CPU chooses the device fetches, and it is what the CPU atten
   // Tokens that come with their scores are attended where these are.
   REQUIRE((here.far_tokens == 0) == (policy.name != "magicpig"));
   REQUIRE(here.fetched_tokens != 0);
-  const AuditReport got = engine.audit(teller.id);
-  const AuditReport expected = in_place.audit(want.id);
-  REQUIRE(got.heads.size() == expected.heads.size());
-  REQUIRE(!got.heads.empty());
-  for (std::size_t i = 0; i < got.heads.size(); ++i) {
-    REQUIRE(got.heads[i].overlap == expected.heads[i].overlap);
-    REQUIRE(got.heads[i].coverage == Approx(expected.heads[i].coverage).margin(1e-3));
-  }
+  require_same_audit(engine.audit(teller.id), in_place.audit(want.id));
 }
 
 TEST_CASE("a batch of all kinds of policies attends over the link what each does alone", "[engine]") {

@@ -1,10 +1,13 @@
 // Traces of forwards, on every device.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <map>
+#include <optional>
 #include <set>
 #include <thread>
 #include <tuple>
+#include <utility>
 
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
@@ -27,12 +30,8 @@ struct Traced {
 Traced run_traced(Engine& engine, const EngineRig& rig, ForwardTensors& tensors, Teller& teller) {
   const EngineStats before = engine.stats();
   tensors.set(0, *teller.story, teller.at++);
-  tensors.spoil();
   const PlanItem item{.sequence = teller.id};
-  const Batch batch = engine.plan({&item, 1}, engine.options().largest, rig.stream);
-  tensors.attend(engine, rig.stream);
-  engine.finish(batch);
-  rig.synchronize();
+  const Batch batch = run_batch(engine, rig, tensors, {&item, 1}, engine.options().largest);
   Traced traced{.trace = engine.trace(batch), .out = tensors.out(0), .counted = engine.stats()};
   traced.counted.near_tokens -= before.near_tokens;
   traced.counted.far_tokens -= before.far_tokens;
@@ -144,11 +143,12 @@ TEST_CASE("a trace shows who chose, and what the device waited for", "[engine]")
   const PlacementMode placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
   CAPTURE(to_string(placement));
   const EngineRig rig = engine_rig();
+  constexpr auto kStall = 20ms;  // Longer than a busy machine keeps the device from waiting.
   std::atomic<bool> stalls{false};
   EngineOptions options = traced(options_for(rig, 1, 0));
   options.placement = placement;
   options.before_answer = [&] {
-    if (stalls) std::this_thread::sleep_for(2ms);
+    if (stalls) std::this_thread::sleep_for(kStall);
   };
   Engine engine(options, rig.device);
   const Story story(kShape, 210, 92);
@@ -160,7 +160,8 @@ TEST_CASE("a trace shows who chose, and what the device waited for", "[engine]")
   require_sound(ran.trace, ran.trace.clock_error_us);
   REQUIRE(ran.trace.looks.size() == 1);  // By the plan, at the prompt.
   REQUIRE(ran.trace.looks[0].sequence == teller.id.value);
-  REQUIRE(ran.trace.looks[0].begin_us + 2000.0 < ran.trace.looks[0].end_us);
+  REQUIRE(ran.trace.looks[0].begin_us + std::chrono::duration<double, std::micro>(kStall).count() <
+          ran.trace.looks[0].end_us);
   REQUIRE(ran.trace.looks[0].end_us <= 0.0);
   const auto pieces = [&](Stage stage, std::uint32_t layer) {
     return std::ranges::count_if(ran.trace.spans, [&](const TraceSpan& span) {
@@ -196,6 +197,45 @@ TEST_CASE("a trace shows who chose, and what the device waited for", "[engine]")
           (placement == PlacementMode::stream || rig.device->info().own_processor));
 }
 
+TEST_CASE("threads that have nothing to choose for help one that has, and it chooses the same",
+          "[engine][shared_calls]") {
+  using namespace policies;
+  constexpr AttentionShape kOne{.layers = 2, .q_heads = 4, .kv_heads = 1, .head_dim = 64};
+  constexpr std::uint32_t kPrompt = 4'500;
+  const EngineRig rig = engine_rig();
+  const Story story(kOne, kPrompt + 200, 96);
+  EngineOptions options = traced(plain::options_for(rig, 1, 300, 0));
+  options.shape = kOne;
+  options.host_bytes = 300 * block_bytes(options);
+  options.largest.unbounded = true;
+  options.cpu_sequences = 1;
+  const auto tell = [&](std::uint32_t threads) {
+    options.threads = threads;
+    Engine engine(options, rig.device);
+    Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | top_k=10 | near=0,sinks=2,recent=6"))};
+    import_story(engine, rig, teller, kPrompt);
+    ForwardTensors tensors(*rig.device, kOne, 1);
+    std::vector<std::vector<float>> out;
+    bool helped = false;
+    while (teller.at < story.tokens() && !(helped && out.size() >= 8)) {
+      const Traced ran = run_traced(engine, rig, tensors, teller);
+      require_sound(ran.trace, ran.trace.clock_error_us);
+      out.push_back(ran.out);
+      std::map<std::uint32_t, std::set<std::uint32_t>> choosing;
+      for (const TraceSpan& span : ran.trace.spans) {
+        if (span.stage == Stage::choose_far) choosing[span.layer].insert(span.thread);
+      }
+      REQUIRE(choosing.size() == kOne.layers);
+      for (const auto& [layer, by] : choosing) helped = helped || by.size() > 1;
+    }
+    REQUIRE(helped == (threads > 1));
+    return out;
+  };
+  const auto want = tell(1);
+  const auto got = tell(3);
+  for (std::size_t i = 0; i < got.size(); ++i) REQUIRE(got[i] == want[i]);
+}
+
 TEST_CASE("prompts are traced, alone and beside tokens", "[engine]") {
   using namespace policies;
   const EngineRig rig = engine_rig();
@@ -206,9 +246,7 @@ TEST_CASE("prompts are traced, alone and beside tokens", "[engine]") {
   const Bucket alone{.decode_rows = 0, .prefill_rows = 100, .prefills = 1, .trace = true};
   for (std::uint32_t i = 0; i < 60; ++i) tensors.set(i, story, i);
   const PlanItem item{.sequence = id, .tokens = 60, .prefill = true};
-  const Batch batch = engine.plan({&item, 1}, alone, rig.stream);
-  tensors.attend(engine, alone, rig.stream);
-  engine.finish(batch);
+  const Batch batch = run_batch(engine, rig, tensors, {&item, 1}, alone);
   const ForwardTrace& trace = engine.trace(batch);
   require_sound(trace, trace.clock_error_us);
   std::vector<Stage> want{Stage::append, Stage::gather, Stage::prefill};

@@ -33,12 +33,7 @@ const std::vector<const char*> kPolicies = {"lfps",
                                             "exact | hadamard | top_k=24 | near=0",
                                             kHistory};
 
-EngineOptions options_of(const EngineRig& rig) {
-  EngineOptions options = options_for(rig, 2, 9);
-  options.largest.pages = true;
-  options.digests = DigestKind::cuboid_mean;
-  return options;
-}
+EngineOptions options_of(const EngineRig& rig) { return paged_options(rig, 2, 9, DigestKind::cuboid_mean); }
 
 /// What a sequence says when nothing happens to it but a prompt.
 std::vector<std::vector<float>> undisturbed(const EngineRig& rig, const Story& story, const char* policy,
@@ -232,10 +227,7 @@ TEST_CASE("beyond what can be taken back a policy begins again, with all that it
   REQUIRE(engine.memory(teller.id).policy == 0);
   // There are no queries of these tokens: everything is attended.
   const std::vector<float> out = decode(engine, rig, teller);
-  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
-    const std::vector<double> want = story.attended(layer, teller.at - 1, teller.at, 1, 0);
-    for (std::size_t i = 0; i < want.size(); ++i) REQUIRE(std::abs(want[i] - out[layer * kRow + i]) < tolerance(rig));
-  }
+  REQUIRE(error_of(out, story, teller.at - 1) < tolerance(rig));
   // The prompt has: its policy begins as it did.
   const auto want = undisturbed(rig, story, "lfps | bypass=off");
   while (teller.at < kPrompt + 50) (void)decode(engine, rig, teller);

@@ -5,12 +5,12 @@
 
 #include "sluice/admission.hpp"
 #include "tests/support/catch.hpp"
-#include "tests/support/engine_policies.hpp"
-#include "tests/support/engine_prefix.hpp"
+#include "tests/support/engine_park.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
 using namespace sluice::test::policies;
+using parks::parked;
 using prefixes::begin_named;
 using prefixes::ids_of;
 
@@ -56,12 +56,6 @@ Teller told(Engine& engine, const EngineRig& rig, const Story& story) {
   Teller teller{.story = &story, .id = engine.begin(parse_policy("full"))};
   read(engine, rig, teller, 300);
   return teller;
-}
-
-std::vector<std::byte> parked(const Engine& engine, SequenceId id) {
-  std::vector<std::byte> area(engine.park_bytes(id));
-  REQUIRE(engine.park(id, area) == area.size());
-  return area;
 }
 
 EngineOptions with_pages(EngineOptions options, std::uint32_t page_tokens) {

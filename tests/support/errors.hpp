@@ -19,10 +19,7 @@ Errc code_of(Function&& function) {
 }
 
 inline Errc synchronize_error(Stream& stream, Deadline deadline) {
-  return code_of([&] {
-    stream.synchronize(deadline);
-    return 0;
-  });
+  return code_of([&] { stream.synchronize(deadline); });
 }
 
 }  // namespace sluice::test

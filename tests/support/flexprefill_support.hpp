@@ -38,14 +38,13 @@ struct OwnTask {
         choices(under_test.array<PrefillChoice>(placed.shape.group())) {
     const std::uint64_t scratch =
         under_test.backend().select_blocks_scratch_bytes(range.first, range.count, placed.shape);
-    const auto at = reinterpret_cast<std::uintptr_t>(under_test.memory(scratch + 256));
     task = {.q = placed.row(range.first),
             .kv = placed.kv,
             .first = range.first,
             .count = range.count,
             .blocks = bits.data(),
             .choices = choices.data(),
-            .scratch = reinterpret_cast<std::byte*>((at + 255) / 256 * 256)};
+            .scratch = under_test.scratch(scratch)};
   }
   [[nodiscard]] Selection result() const {
     REQUIRE(bits.back() == kUntouched);

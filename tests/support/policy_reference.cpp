@@ -194,18 +194,28 @@ void Reference::attend(std::uint32_t layer, std::uint32_t kv_head, const Attende
     audited.out.insert(audited.out.end(), whole.begin(), whole.end());
     if (bypassed || scheduler::corrects_scores(policy_)) audited.estimated |= 1u << h;
   }
+  audited.attended_out = out;
+  audited.attended_lse = sums.data();
+  report(layer, kv_head, attended, audited);
+}
+
+void Reference::report(std::uint32_t layer, std::uint32_t kv_head, const Attended& attended,
+                       runtime::AuditedGroup& audited) {
+  const std::uint32_t tokens = at_ + 1;
+  const std::uint32_t group = shape_.group();
+  const std::uint32_t d = shape_.head_dim;
+  const std::uint32_t first = audited.first;
   audited.scores.resize(std::size_t{tokens - first} * group);
   for (std::size_t i = 0; i < audited.scores.size(); ++i)
     audited.scores[i] = static_cast<float>(score(layer, kv_head * group + static_cast<std::uint32_t>(i % group),
                                                  first + static_cast<std::uint32_t>(i / group)));
   for (std::uint32_t t = first; t < tokens; ++t) {
     double square = 0.0;
-    for (std::uint32_t c = 0; c < d; ++c) square += double{value(t, c)} * value(t, c);
+    const float* const value = story_.v(layer, t) + kv_head * d;
+    for (std::uint32_t c = 0; c < d; ++c) square += double{value[c]} * value[c];
     audited.largest_value = std::max(audited.largest_value, std::sqrt(square));
   }
   audited.heads.assign(attended.heads.begin() + first, attended.heads.end());
-  audited.attended_out = out;
-  audited.attended_lse = sums.data();
   report_.heads.resize(std::size_t{shape_.layers} * shape_.q_heads);
   for (std::uint32_t h = 0; h < group; ++h)
     runtime::add(runtime::find(audited, h, watched_),

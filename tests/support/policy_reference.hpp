@@ -54,6 +54,8 @@ class Reference {
   void rank(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t pages, std::uint32_t picks,
             std::vector<float>& scores, std::vector<std::uint32_t>& ranked);
   void attend(std::uint32_t layer, std::uint32_t kv_head, const Attended& attended, float* out);
+  /// Adds to the audit what a group has attended; `audited` lacks what is the same of all its heads.
+  void report(std::uint32_t layer, std::uint32_t kv_head, const Attended& attended, runtime::AuditedGroup& audited);
   void learn();
   [[nodiscard]] std::uint32_t window(std::uint32_t layer) const { return windows_.empty() ? 0 : windows_[layer]; }
   /// Of the token that is decoded.

@@ -23,16 +23,17 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
 @contextlib.contextmanager
-def _loading(what: str) -> Iterator[None]:
+def _loading(what: str, remedy: str = "") -> Iterator[None]:
     """Whatever transformers raises becomes a line."""
     try:
         yield
     except Exception as error:
-        raise CannotLoad(f"{what} cannot be loaded: {' '.join(str(error).split())}") from error
+        raise CannotLoad(f"{what} cannot be loaded{remedy}: {' '.join(str(error).split())}") from error
 
 
 def load_tokenizer(model: str) -> Any:
-    with _loading(f"the tokenizer of {model}"):
+    # transformers advises to install packages, also where there is no tokenizer at all.
+    with _loading(f"the tokenizer of {model}", "; its files, such as tokenizer.json, must be beside the model"):
         return transformers.AutoTokenizer.from_pretrained(model)
 
 

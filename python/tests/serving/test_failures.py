@@ -106,7 +106,8 @@ def test_models_that_transformers_does_not_take(folder: Path, tmp_path: Path) ->
     strange = tmp_path / "strange"
     shutil.copytree(folder, strange)
     (strange / "config.json").write_text('{"model_type": "bogus"}')
-    for path, words in ((bare, f"the tokenizer of {bare} cannot be loaded"), (strange, "cannot be loaded")):
+    no_tokenizer = f"the tokenizer of {bare} cannot be loaded; its files, such as tokenizer.json"
+    for path, words in ((bare, no_tokenizer), (strange, "cannot be loaded")):
         with pytest.raises(CannotLoad) as refused:
             load_tokenizer(str(path))
             load_loop(Settings(str(path)))

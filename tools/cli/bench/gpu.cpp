@@ -25,7 +25,7 @@ int run(const BenchGpuOptions& options) {
   }
   if (!options.trace.empty() && std::ranges::find(sections, "attention") == sections.end())
     throw Error(Errc::invalid_argument, "--trace: kernels alone have no trace; say --sections attention");
-  const AttentionShape shape = named_shape(options.shape_name);
+  const AttentionShape shape = named_shape(options.shape_name, options.shape);
   const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--length");
   const std::vector<GpuCase> cases = gpu_cases(options);
   require_distinct({{"--output", options.output.path}, {"--trace", options.trace, !options.trace.empty()}});
@@ -33,6 +33,9 @@ int run(const BenchGpuOptions& options) {
   const OutputTarget trace_target(options.trace);
   Report report{.command = "bench gpu",
                 .config = {{"shape", options.shape_name},
+                           {"q_heads", shape.q_heads},
+                           {"kv_heads", shape.kv_heads},
+                           {"head_dim", shape.head_dim},
                            {"lengths", lengths},
                            {"policies", split_policies(options.policies)},
                            {"placements", split_list(options.placements)},
@@ -73,6 +76,7 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
   options->device.device = "cuda";
   auto* command = bench.add_subcommand("gpu", "Decode attention with the KV cache in host memory against dense in HBM");
   command->add_option("--shape", options->shape_name, "One of " + shape_names())->capture_default_str();
+  add_shape_flags(*command, options->shape);
   command->add_option("--length", options->lengths, "Comma list of context lengths in tokens, K allowed")
       ->capture_default_str();
   command->add_option("--policies", options->policies, "Policies to measure; see `sluice eval --help`")

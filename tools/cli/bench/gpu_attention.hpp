@@ -16,6 +16,7 @@ namespace sluice::tools {
 
 struct BenchGpuOptions {
   std::string shape_name = "llama-3.1-8b";
+  AttentionShape shape{.layers = 1, .q_heads = 0, .kv_heads = 0, .head_dim = 0};  ///< zeros: from shape_name
   std::string lengths = "8K,32K,128K";
   std::string policies = "sluice";
   std::string placements = "hybrid";

@@ -9,15 +9,21 @@
 
 namespace sluice::scheduler::test {
 
-/// What is said of a policy that is refused; empty if it is not.
-inline std::string complaint(const std::string& text) {
+/// What is said of a call that is refused as an argument is wrong; empty if it is not.
+template <class Call>
+std::string complaint_of(const Call& call) {
   try {
-    (void)parse_policy(text);
+    call();
   } catch (const Error& error) {
     REQUIRE(error.code() == Errc::invalid_argument);
     return error.what();
   }
   return "";
+}
+
+/// What is said of a policy that is refused; empty if it is not.
+inline std::string complaint(const std::string& text) {
+  return complaint_of([&] { (void)parse_policy(text); });
 }
 
 /// Every part occurs in the message.

@@ -1,0 +1,94 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "scheduler/plan/cost_model.hpp"
+#include "sluice/engine.hpp"
+#include "tools/cli/bench/bench.hpp"
+#include "tools/cli/bench/decode_attention.hpp"
+#include "tools/cli/bench/decode_methods.hpp"
+#include "tools/cli/bench/decode_room.hpp"
+#include "tools/cli/device_flags.hpp"
+#include "tools/cli/engine_columns.hpp"
+#include "tools/cli/fetch_share.hpp"
+#include "tools/cli/model_source.hpp"
+#include "tools/cli/text/output.hpp"
+#include "tools/cli/text/report.hpp"
+
+namespace sluice::tools {
+
+struct BenchDecodeOptions {
+  std::string model;
+  std::string random_weights = "llama-3.1-8b";
+  std::string lengths = "32K,128K";
+  std::string methods = "dense;hybrid/sluice;stream/sluice";
+  std::string batches = "1";
+  std::string kv_sizes;  ///< device memory for keys and values with all that goes with them; empty: what `near` takes
+  std::string near = "5%";
+  std::string far;
+  FetchShare fetch_share;
+  Handover handover = EngineOptions{}.handover;
+  DType kv_dtype = DType::bf16;
+  std::uint32_t steps = 16;
+  std::uint32_t warm_up = 16;
+  std::uint32_t threads = 0;
+  std::uint32_t drafts = 1;
+  DeviceFlags device;
+  OutputOptions output;
+};
+
+/// Times whole models, one length, batch and method after the other, into a table.
+class DecodeBench {
+ public:
+  /// `device` null: the host, for trying the command out, not for its times.
+  DecodeBench(const BenchDecodeOptions& options, std::shared_ptr<Device> device);
+
+  /// A batch of prompts of that length, with so many bytes of device memory for keys and values; 0: what --near takes.
+  void run(std::uint32_t length, std::uint32_t batch, std::uint64_t kv_bytes, const std::vector<DecodeMethod>& methods,
+           ProgressBar& bar);
+  [[nodiscard]] Table take() { return std::move(table_); }
+  [[nodiscard]] Table take_room() { return room_.take(); }
+  [[nodiscard]] const Device& device() const noexcept { return *device_; }
+
+ private:
+  /// What a row of the table says, times apart.
+  struct Run {
+    std::vector<double> token_ms{};  ///< of forwards; empty: there is no room
+    std::uint32_t at_once = 0;       ///< sequences of a forward
+    Json device_bytes{};
+    DecodeScore score{};
+    PageLayout layout{};
+  };
+
+  /// With the budget of far tokens that --far says, at this length.
+  [[nodiscard]] DecodeMethod limited(std::uint32_t length, std::uint32_t batch, const DecodeMethod& method);
+  /// Of one sequence.
+  [[nodiscard]] EngineOptions sizes(const DecodeMethod& method, std::uint32_t length, const Verified& verified) const;
+  void run(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified,
+           std::optional<double>& first);
+  /// As many sequences at a time as there is room for; the others wait for their turn.
+  Run run_dense(const DecodeBatch& batch, const Verified& verified);
+  Run run_engine(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified);
+  void add_row(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified, const Run& run,
+               std::optional<double>& first);
+  /// Milliseconds of each forward, of new tokens of which the first of each sequence stays.
+  std::vector<double> decode(Attention& attention, std::uint32_t position, std::uint32_t steps, std::uint32_t sequences,
+                             const Verified& verified);
+
+  const BenchDecodeOptions& options_;
+  Model model_;
+  std::shared_ptr<Device> device_;
+  AttentionShape shape_;
+  RandomPrompt prompt_;
+  std::unique_ptr<Stream> stream_;
+  double near_;
+  std::optional<scheduler::LaneRates> rates_;  ///< measured once they are asked for
+  int token_ = 1;
+  Table table_;
+  RoomTable room_;
+};
+
+}  // namespace sluice::tools
