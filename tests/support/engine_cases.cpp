@@ -1,4 +1,5 @@
 // What an Engine must do on every device.
+#include <algorithm>
 #include <thread>
 
 #include "sluice/error.hpp"
@@ -98,7 +99,7 @@ TEST_CASE("a batch of any mix attends what its sequences attend alone, near or f
         REQUIRE(difference(out[row], alone[i][batch[row]->at - 1 - prompts[i]]) < kSame);
       }
       for (auto row = static_cast<std::uint32_t>(batch.size()); row < 8; ++row) {
-        for (const float x : tensors.out(row)) REQUIRE(x == 0.f);
+        REQUIRE(std::ranges::all_of(tensors.out(row), [](float x) { return x == 0.f; }));
       }
     }
     for (const Teller& teller : tellers) REQUIRE(engine.tokens(teller.id) > prompts[&teller - tellers.data()]);
