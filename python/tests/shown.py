@@ -82,7 +82,7 @@ LISTED: dict[str, tuple[str, Callable[[tuple[str, ...]], bool]]] = {
     "pip install": ("needs the network; tests/wheel builds and installs the package without", extras),
     "python3 tools/train/train.py": ("trains for minutes on a GPU; tools/train/tests train less",
                                      lambda words: (ROOT / "tools" / "train" / "train.py").is_file()),
-    "torchrun": ("several processes for minutes: serving/test_ranks.py runs them", always),
+    "torchrun": ("several processes for minutes: serving/test_tensor_parallel.py runs them", always),
 }
 
 

@@ -34,8 +34,17 @@ class Counter(threading.Thread):
         self.join()
 
 
+def until_it_is_in_a_call(engine: sluice.Engine) -> None:
+    """Until another thread is."""
+    ends = time.monotonic() + 60
+    while engine._lock.acquire(blocking=False):
+        engine._lock.release()
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+
+
 def test_finish_lets_other_threads_run(make: Make) -> None:
-    engine = make(timeout_ms=300)
+    engine = make(timeout_ms=1000)
     bucket = buckets(engine)[1]
     number = engine.plan([sluice.PlanItem(engine.begin("full"))], bucket)
     with Counter() as counter:
@@ -50,7 +59,7 @@ def test_finish_lets_other_threads_run(make: Make) -> None:
 
 
 def test_figures_are_told_while_another_thread_waits(make: Make) -> None:
-    engine = make(timeout_ms=1000)
+    engine = make(timeout_ms=2000)
     number = engine.plan([sluice.PlanItem(engine.begin("full"))], buckets(engine)[1])
     ended: list[float] = []
 
@@ -61,7 +70,7 @@ def test_figures_are_told_while_another_thread_waits(make: Make) -> None:
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    time.sleep(0.1)
+    until_it_is_in_a_call(engine)
     engine.stats()
     told = time.monotonic()
     waiting.join()
@@ -123,7 +132,7 @@ def test_close_waits_for_other_calls(make: Make) -> None:
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    time.sleep(0.05)
+    until_it_is_in_a_call(engine)
     engine.close()
     waiting.join()
     assert isinstance(results[0], sluice.Timeout)

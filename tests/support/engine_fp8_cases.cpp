@@ -1,11 +1,13 @@
 // Far rows of 8 bits with a scale each, on every device: as if keys and values had been rounded before they came.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <span>
 
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_park.hpp"
 #include "tests/support/engine_policies.hpp"
+#include "tests/support/sanitized.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -46,11 +48,18 @@ std::vector<std::vector<float>> told(Engine& engine, const EngineRig& rig, const
 
 TEST_CASE("an engine of fp8 attends what one does whose keys and values were rounded before they came",
           "[engine][fp8]") {
-  const auto near = GENERATE(0u, 9u);
-  const auto placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
-  const char* const text =
-      GENERATE("full | near=0", "exact | int4 | top_k=24 | near=0,sinks=4,recent=9", "topk", "lfps",
-               "tactic:least=16,size=4", "psa", "twilight", "quest", "arkvale", "magicpig");
+  constexpr std::array kPolicies{"full | near=0",
+                                 "exact | int4 | top_k=24 | near=0,sinks=4,recent=9",
+                                 "topk",
+                                 "lfps",
+                                 "tactic:least=16,size=4",
+                                 "psa",
+                                 "twilight",
+                                 "quest",
+                                 "arkvale",
+                                 "magicpig"};
+  const auto [near, placement, text] =
+      GENERATE_COPY(grid(std::array{0u, 9u}, std::array{PlacementMode::hybrid, PlacementMode::stream}, kPolicies));
   CAPTURE(near, to_string(placement), text);
   const EngineRig rig = engine_rig();
   Story story(kShape, 240, 501);

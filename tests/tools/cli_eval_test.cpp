@@ -162,9 +162,9 @@ TEST_CASE("eval writes its prompts for other programs", "[cli]") {
 
 TEST_CASE("eval names the heads that lost an answer, and draws accuracy against bytes", "[cli]") {
   const TemporaryDirectory scratch;
-  const Outcome outcome =
-      sluice::test::sluice(kEval + "--tasks kv --lengths 1K --policies 'streaming:recent=8;full | page=32' --count 2 --plot '" +
-                           scratch.file("plot.svg") + "' -o json");
+  const Outcome outcome = sluice::test::sluice(
+      kEval + "--tasks kv --lengths 1K --policies 'streaming:recent=8;full | page=32' --count 2 --plot '" +
+      scratch.file("plot.svg") + "' -o json");
   CAPTURE(outcome.err);
   REQUIRE(outcome.code == 0);
   const json results = report_of(outcome.out, "eval").at("results");
@@ -189,7 +189,8 @@ TEST_CASE("eval names the heads that lost an answer, and draws accuracy against 
 
 TEST_CASE("eval plants needles that dense attention finds and a window does not", "[cli]") {
   const Outcome outcome = sluice::test::sluice(
-      "eval --tasks '' --needles 1,4 --needle-tokens 2K --needle-steps 2 --threads 2 --policies 'full;topk;streaming:recent=8' -o json");
+      "eval --tasks '' --needles 1,4 --needle-tokens 2K --needle-steps 2 --threads 2 "
+      "--policies 'full;topk;streaming:recent=8' -o json");
   CAPTURE(outcome.err);
   REQUIRE(outcome.code == 0);
   const json rows = report_of(outcome.out, "eval").at("results").at("needles");

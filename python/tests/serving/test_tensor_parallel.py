@@ -81,6 +81,7 @@ def test_forwards_that_fail_on_a_rank(folder: Path, tmp_path: Path) -> None:
     used, replays, hopeless = told.pop("status")
     assert used == 0 and replays > 20 and hopeless is None
     wants = expected(bare_model("llama"), prompt_ids(90), 6)
+    assert len(told) == 10
     for fault, (error, tokens, after) in told.items():
         assert after == wants, fault
         if "'plan', 1" in fault:
@@ -97,6 +98,7 @@ def test_chunks_that_fail_on_a_rank_where_there_are_windows(tmp_path: Path) -> N
     torchrun("windows", str(tmp_path / "tiny"), **{ranks_program.FAULTS: str(tmp_path / "faults")})
     told = json.loads((tmp_path / "told.windows").read_text())
     wants = expected(model, prompt, 6)
+    assert len(told) == 4
     for fault, (error, tokens, after) in told.items():
         assert after == wants, fault
         if fault.endswith("1)"):
