@@ -53,7 +53,7 @@ TEST_CASE("policies choose and learn the same however late threads are, and agai
     CAPTURE(seed);
     EngineOptions options = options_for(rig, 1, seed % 2 == 0 ? 0 : 20);
     options.threads = 1 + seed;
-    options.answer_timeout = 100ms;
+    options.answer_timeout = 300ms;
     std::atomic<std::uint32_t> parts{0};
     std::atomic<std::uint32_t> stall{kNone};
     options.before_answer = [&] {
