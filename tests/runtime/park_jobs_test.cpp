@@ -32,6 +32,7 @@ struct Hook {
   std::set<std::thread::id> seen;  ///< guarded by mutex
   std::atomic<bool> holds{false};  ///< the next that is not the caller
   std::atomic<bool> held{false}, open{false};
+  std::atomic<bool> patient{true};  ///< until nobody came
 
   void pass() {
     const bool mine = std::this_thread::get_id() == caller;
@@ -46,7 +47,10 @@ struct Hook {
       return;
     }
     const Deadline deadline = deadline_after(20s);
-    while (((mine && holds) || threads() < 2) && RunClock::now() < deadline) std::this_thread::sleep_for(1ms);
+    while (patient && ((mine && holds) || threads() < 2)) {
+      std::this_thread::sleep_for(1ms);
+      if (RunClock::now() >= deadline) patient = false;
+    }
   }
   [[nodiscard]] std::size_t threads() {
     const std::lock_guard lock(mutex);
