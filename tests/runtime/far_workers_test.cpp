@@ -8,6 +8,7 @@
 #include "cpu/backend/backend.hpp"
 #include "runtime/far/far_choice.hpp"
 #include "sluice/error.hpp"
+#include "tests/runtime/comes.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
 #include "tests/support/errors.hpp"
@@ -41,14 +42,6 @@ struct Desk {
   FarChoice choice{memory, cpu::fastest_kernels(), 1s};
   FarNotes notes{memory};
 };
-
-/// Whether it comes true, on a machine however busy.
-template <class Ready>
-bool comes(const Ready& ready) {
-  const Deadline deadline = deadline_after(60s);
-  while (!ready() && RunClock::now() < deadline) std::this_thread::sleep_for(1ms);
-  return ready();
-}
 
 /// Threads that do nothing: on a busy machine some may stand aside, whose cores others take.
 std::uint32_t resting(const FarWorkers& workers) { return workers.asleep() + workers.aside(); }
