@@ -128,14 +128,14 @@ printf '\n%s pairs of key and value, %s tokens. "get %s": it is %s.\n' \
 ask "$work/pairs.txt" "$asked_value" || status=1
 
 printf '\nTokens and bytes are shares of what dense attention reads. far: host memory; near: device memory, also of the\n'
-printf '4-bit copies of keys by which `sluice` chooses. Without a GPU both are memory of this machine.\n'
+printf '4-bit copies of keys by which the policy sluice chooses. Without a GPU both are memory of this machine.\n'
 cat <<TEXT
 
 What to try next, with ${kSluice#"$PWD"/}:
   sluice doctor                     what this machine has, and options to begin with
   sluice policies                   what else decides which tokens are attended; a line of grammar is a new one
-  sluice eval --model $kModel --tasks niah,kv --lengths 2K,8K --count 4 --plot accuracy.svg
-                                    answers by policy and length, and a picture of them
+  sluice eval --model ${kModel#"$PWD"/} --tasks niah,kv --lengths 2K,8K --count 4 \\
+    --policies "full;sluice;streaming" --plot accuracy.svg     answers by policy and length, and a picture of them
   sluice run --model DIR --prompt-file FILE --policy sluice    a Llama of yours
 Models of transformers, and a server: docs/python.md, docs/serving.md. On a GPU: docs/command.md.
 TEXT
