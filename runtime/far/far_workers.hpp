@@ -80,6 +80,7 @@ class FarWorkers {
   [[nodiscard]] std::uint64_t stirrings() const noexcept { return stirrings_.load(std::memory_order_relaxed); }
 
  private:
+  static constexpr std::chrono::microseconds kNap{20};
   /// How many threads a share of so many cores is for.
   [[nodiscard]] std::uint32_t threads_on(std::uint32_t cores) const noexcept;
   /// Goes by the share as it is now.
