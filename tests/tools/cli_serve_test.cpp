@@ -148,6 +148,23 @@ TEST_CASE("bench serve leaves a run when its time is over, and the next one find
   CHECK(rows[2].at("largest_batch") <= rows[2].at("requests"));
 }
 
+TEST_CASE("a policy that fails does not take the others of bench serve along", "[cli]") {
+  // Two near pages hold a request of psa, whose pages have 32 tokens, and none of others.
+  const std::string few =
+      kServe + "--prompt 40 --spread 0 --answer 4 --rates 0 -o json --policies 'full;psa' --near-pages ";
+  const Outcome one = sluice::test::sluice(few + "2");
+  CAPTURE(one.out, one.err);
+  CHECK(one.code == 1);
+  CHECK(contains(one.err, "full: request 0"));
+  const json rows = json::parse(one.out).at("results").at("serve");
+  REQUIRE(rows.size() == 1);
+  CHECK(rows[0].at("policy") == "psa");
+  CHECK(rows[0].at("unfinished") == 0);
+  const Outcome none = sluice::test::sluice(few + "1");
+  CHECK(none.code == 1);
+  CHECK(none.out.empty());
+}
+
 TEST_CASE("bench serve has the rows that it has finished in its file", "[cli]") {
   const TemporaryDirectory scratch;
   const std::string file = scratch.file("rows.json");

@@ -11,6 +11,7 @@
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/model_source.hpp"
 #include "tools/cli/prefill_flags.hpp"
+#include "tools/cli/text/message.hpp"
 #include "tools/cli/text/values.hpp"
 
 namespace sluice::tools {
@@ -102,26 +103,45 @@ Report report_of(const BenchServeOptions& options, const AttentionShape& shape, 
   return {.command = "bench serve", .config = config_of(options, shape, device), .tables = bench.tables()};
 }
 
-/// Every method at every rate, or at those that tell which is the last that holds.
-void run_all(const BenchServeOptions& options, const std::vector<ServeMethod>& methods,
+/// One method at every rate, or at those that tell which is the last that holds.
+void run_method(const BenchServeOptions& options, const ServeMethod& method, const std::vector<double>& rates,
+                ServeBench& bench, const std::function<void(double)>& next, const std::function<void()>& row_done) {
+  const auto run_one = [&](double rate) {
+    next(rate);
+    const bool held = bench.run(rate);
+    row_done();
+    return held;
+  };
+  bench.take_method(method);
+  if (options.bisect) {
+    (void)largest_that_holds(rates, run_one);
+  } else {
+    for (const double rate : rates) (void)run_one(rate);
+  }
+  bench.close_method();
+}
+
+/// One that fails does not take the others along; whether none did.
+/// @throws Error if none was measured
+bool run_all(const BenchServeOptions& options, const std::vector<ServeMethod>& methods,
              const std::vector<double>& rates, ServeBench& bench, const std::function<void()>& row_done) {
   ProgressBar bar("bench");
+  std::optional<Error> failure;
   for (std::size_t m = 0; m < methods.size(); ++m) {
-    bench.take_method(methods[m]);
-    std::size_t done = 0;
-    const auto run_one = [&](double rate) {
-      bar.update(m * rates.size() + done++, methods.size() * rates.size(), methods[m].name + " at " + shortest(rate));
-      const bool held = bench.run(rate);
-      row_done();
-      return held;
+    std::size_t done = m * rates.size();
+    const auto next = [&](double rate) {
+      bar.update(done++, methods.size() * rates.size(), methods[m].name + " at " + shortest(rate));
     };
-    if (options.bisect) {
-      (void)largest_that_holds(rates, run_one);
-    } else {
-      for (const double rate : rates) (void)run_one(rate);
+    try {
+      run_method(options, methods[m], rates, bench, next, row_done);
+    } catch (const Error& error) {
+      if (methods.size() == 1) throw;
+      say("error: " + methods[m].name + ": " + error.what());
+      failure = error;
     }
-    bench.close_method();
   }
+  if (failure && bench.tables().front().rows.empty()) throw Error(*failure);
+  return !failure;
 }
 
 int run(BenchServeOptions& options) {
@@ -147,11 +167,13 @@ int run(BenchServeOptions& options) {
       target.commit(render(report_of(options, *shape, *device, bench), options.output.format));
   };
   const InterruptScope interrupts;
+  bool whole_table = true;
   try {
-    run_all(options, methods, rates, bench, row_done);
+    whole_table = run_all(options, methods, rates, bench, row_done);
   } catch (const Interrupted&) {  // The rows that are finished are a result.
   }
-  return deliver(report_of(options, *shape, *device, bench), options.output.format, target);
+  const ExitCode code = deliver(report_of(options, *shape, *device, bench), options.output.format, target);
+  return code == kOk && !whole_table ? kFailed : code;
 }
 
 void add_load_flags(CLI::App& command, LoadOptions& load) {
