@@ -16,7 +16,8 @@ RECORD_SWEEP_LENGTH=8192 RECORD_SWEEP_COUNT=4 RECORD_TEXT_LENGTHS="8K 32K" RECOR
 RECORD_NEEDLE_TOKENS=128K RECORD_NEEDLE_STEPS=8
 RECORD_LAYER_LENGTHS="32K 128K" RECORD_LAYER_STEPS=12 RECORD_PREFILL_LENGTHS="2K,8K 16K 32000" RECORD_PREFILL_LAYER=4K,...
 RECORD_CORE_LENGTHS=4K,8K,16K,32K,64K,128K RECORD_PLAN_LENGTHS=4K,16K,64K,128K (1K,4K without a GPU) RECORD_PLAN_LAYERS=32 (4)
-RECORD_PYTHON=python3 (figures of the papers are parts where it has torch, transformers and matplotlib)
+RECORD_PYTHON=python3 (figures of the papers are parts where it has torch, transformers and matplotlib, models of transformers
+where it has the package, too, and torch a GPU)
 RECORD_FIGURES="--count 2 --steps 24" RECORD_PAIRS=32 RECORD_FLEX_LENGTH=128K (8K without a GPU)
 RECORD_SERVE="--random-weights llama-3.1-8b --kv-size 4G ..." (see the script; a tiny model without a GPU)
 (here with their defaults; lists of words are parts of their own).
@@ -116,6 +117,7 @@ fi
 serve=${RECORD_SERVE:-$serve}
 
 . "$root/tools/record_speed.sh"
+. "$root/tools/record_models.sh"
 
 # One name a line, in the order in which tables show them. A name is also that of the part's file.
 parts() {
@@ -149,6 +151,7 @@ parts() {
   for length in ${RECORD_TEXT_LENGTHS:-8K 32K}; do echo "text-$length"; done
   for what in together apart alpha bypass; do echo "core-$what"; done
   speed_parts
+  models_parts
   if draws; then
     for figure in pages tokens recall heads blocks sparse bits codes; do echo "figure-$figure"; done
   fi
@@ -255,6 +258,7 @@ measure() {
         ${RECORD_FIGURES:---count 2 --steps 24} --svg "$out/$1.svg" >"$out/$1.json.new"
       mv "$out/$1.json.new" "$out/$1.json"
       ;;
+    model-*) measure_model "$1" ;;
     *) measure_speed "$1" ;;
   esac
 }

@@ -97,5 +97,7 @@ PRINTERS = [("core-kernels", "kernels", everything("One core: kernels")),
             ("psa-", "eval", print_cost),
             ("plan", "compared", print_plan), ("serve", "serve", print_serve), ("serve", "held", print_held),
             ("decode-", "attention", print_layer), ("decode-", "decode", print_model),
+            *[("model-" + name, "models", everything("Models of transformers: " + name))
+              for name in ("generate", "logits", "loop", "beside")],
             *[("link", name, everything("Link: " + name))
               for name in ("transfers", "gather", "load", "latency", "pinning", "peak")]]

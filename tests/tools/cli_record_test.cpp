@@ -122,6 +122,32 @@ TEST_CASE("what the record times, and what it asks of models, are options that t
     CHECK(contains(merged.out, title));
 }
 
+TEST_CASE("benchmarks of models are parts where there is a Python for them", "[cli]") {
+  if (std::system("python3 -c '' 2>/dev/null") != 0) {
+    WARN("skipped: python3 makes reports of what they print, and there is none");
+    return;
+  }
+  const TemporaryDirectory scratch, made;
+  const std::string python = scratch.write("python",
+                                           "#!/bin/sh\ncase $1 in -c) exit ;; esac\n[ -f \"$1\" ] || exit 1\n"
+                                           "echo said; shift; echo \"{\\\"asked\\\": \\\"$*\\\"}\"\n");
+  REQUIRE(std::system(("chmod +x '" + python + "'").c_str()) == 0);
+  const auto with_python = [&](const std::string& arguments) {
+    return sluice::test::shell("RECORD_PYTHON='" + python + "' SLUICE='" + sluice::test::cli_path() + "' sh '" + kData +
+                               "/../../tools/record.sh' " + arguments);
+  };
+  CHECK(contains(with_python("--list cuda").out, " model-loop\n"));
+  CHECK_FALSE(contains(with_python("--list host").out, " model-"));
+  const std::string directory = "'" + made.file("") + "' cuda ";
+  const Outcome outcome = with_python(directory + "--part model-generate-128K");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json report = json::parse(read_file(made.file("model-generate-128K.json")));
+  CHECK(contains(report.at("results").at("models").at(0).at("asked").get<std::string>(), "--tokens 128K"));
+  CHECK(made.entries() == 1);
+  CHECK(contains(with_python(directory + "--merge").out, "Models of transformers: generate"));
+}
+
 TEST_CASE("a part that there is not is refused", "[cli]") {
   const Outcome outcome = record("/nonexistent host --part 99");
   CHECK(outcome.code != 0);
