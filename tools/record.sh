@@ -119,6 +119,10 @@ serve=${RECORD_SERVE:-$serve}
 . "$root/tools/record_speed.sh"
 . "$root/tools/record_models.sh"
 
+# What parts take with a GPU is at most 7 minutes by what they were split by, none newly timed: tasks-*-short is 224 answers of 14 policies. By that
+# paired-* (128 answers) takes 4 minutes, more of long_copy, whose answers have hundreds of bytes; dtype-* (192) 6; question-seen (16 for each of
+# 8 policies) 4; recall-* and psa-* under 1; flex-* a half each, as prefill-layer-* has longer prompts. Others: record_speed.sh, record_models.sh.
+
 # One name a line, in the order in which tables show them. A name is also that of the part's file.
 parts() {
   for task in niah multikey kv; do
