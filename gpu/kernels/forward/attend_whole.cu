@@ -169,14 +169,14 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kDim <= 128 ? kAttend
     far += row >> 31;
   }
   if (far != 0) atomicAdd(&far_tokens, far);
-  query.template store<T>(memory.input.q, args.score_scale * kLog2e);
+  query.template store<T>(memory.input.q, args.score_scale * kLog2E);
   __syncthreads();
 
   Accumulator<kDim, kTiles> sum;
   clear(sum);
   // Its lists begin with the slice's own tokens.
   attend_units<T, kDim, kTiles, false, kCapped, false, true>(sum, slice, memory.input, warp, unit, keys, values, scales,
-                                                             kCapped ? m.shape.softcap * kLog2e : 0.f);
+                                                             kCapped ? m.shape.softcap * kLog2E : 0.f);
   if (threadIdx.x == 0) count(*m.state, job, slice.tokens, far_tokens);
   if (!conclude<kDim, kTiles>(args, slice, memory, sums, sum)) return;
   __syncthreads();

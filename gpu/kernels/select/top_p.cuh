@@ -12,7 +12,6 @@ inline constexpr std::uint32_t kThreads = 1024;
 inline constexpr std::uint32_t kWarps = kThreads / kWarp;
 static_assert(kWarps == kWarp, "the last step of a reduction has one lane per warp");
 inline constexpr std::uint32_t kAll = 0xffff'ffffu;
-inline constexpr float kLog2E = 1.44269504f;
 
 /// Unsigned keys in the order of the values; 0 for what is never kept. The two zeros are equal.
 __device__ __forceinline__ std::uint32_t order_key(float value) {
@@ -25,7 +24,7 @@ __device__ __forceinline__ float value_of(std::uint32_t key) {
 }
 /// Relative to the largest key's. Infinities are equal, though their difference is not 0.
 __device__ __forceinline__ float weight_of(std::uint32_t key, std::uint32_t top) {
-  return key == top ? 1.f : detail::exp2_fast((value_of(key) - value_of(top)) * kLog2E);
+  return key == top ? 1.f : detail::exp2_fast((value_of(key) - value_of(top)) * detail::kLog2E);
 }
 /// The same of values that are soft-capped before they are weighed. Keys order them as they were: where capped ones are
 /// equal, too.
@@ -33,7 +32,7 @@ __device__ __forceinline__ float weight_of(std::uint32_t key, std::uint32_t top,
   if (softcap == 0.f) return weight_of(key, top);
   if (key == 0) return 0.f;
   const float below = detail::tanh_fast(value_of(key) / softcap) - detail::tanh_fast(value_of(top) / softcap);
-  return key == top ? 1.f : detail::exp2_fast(softcap * below * kLog2E);
+  return key == top ? 1.f : detail::exp2_fast(softcap * below * detail::kLog2E);
 }
 
 /// Two bits of the answer a pass: with more pivots passes take longer than they save.
