@@ -43,7 +43,7 @@ void PageOrder::rank(std::span<const float> scores, std::uint32_t group, const N
   heap_.clear();
   for (std::uint32_t page = 0; page < pages_; ++page) {
     if (far_part(near, page, tokens).tokens() == 0) continue;
-    heap_.push_back(std::uint64_t{order_key(sums_[page])} << kPageBits | page);
+    heap_.push_back(std::uint64_t{candidate_key(sums_[page])} << kPageBits | page);
   }
   const auto first = heap_.end() - static_cast<std::ptrdiff_t>(std::min<std::size_t>(likely, heap_.size()));
   std::nth_element(heap_.begin(), first, heap_.end());

@@ -23,14 +23,15 @@ TEST_CASE("the cut of top-p is that of a sort", "[top_p]") {
       const float top = *std::max_element(values.begin(), values.end(), [](float a, float b) {
         return (std::isnan(a) ? -INFINITY : a) < (std::isnan(b) ? -INFINITY : b);
       });
-      pool.push_back({.key = order_key(value), .weight = static_cast<float>(std::exp(double{value} - double{top}))});
+      pool.push_back(
+          {.key = candidate_key(value), .weight = static_cast<float>(std::exp(double{value} - double{top}))});
     }
     if (pool.empty()) continue;
     const std::uint32_t cut = top_p_cut(pool, p);
     std::vector<std::uint32_t> mask((count + 31) / 32);
     std::uint32_t kept = 0;
     for (std::uint32_t i = 0; i < count; ++i) {
-      if (std::isnan(values[i]) || std::isinf(values[i]) || order_key(values[i]) < cut) continue;
+      if (std::isnan(values[i]) || std::isinf(values[i]) || candidate_key(values[i]) < cut) continue;
       mask[i / 32] |= 1u << (i % 32);
       ++kept;
     }

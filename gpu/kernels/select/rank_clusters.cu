@@ -79,7 +79,7 @@ __device__ void rank(const ChooseClustersTask& task, const HeadMemory& memory, t
   for (std::uint32_t i = 0; i < kItems; ++i) {
     clusters[i] = first + i;
     // What there is not comes last, behind what is no number, whose key is the same.
-    keys[i] = clusters[i] < task.clusters ? ~top_k::order_key(memory.values[clusters[i]]) : ~0u;
+    keys[i] = clusters[i] < task.clusters ? ~order_key(memory.values[clusters[i]]) : ~0u;
   }
   Sort<kItems>(sort).Sort(keys, clusters);
   __syncthreads();

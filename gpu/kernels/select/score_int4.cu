@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
             const std::uint32_t o = __ffs(static_cast<int>(some)) - 1;
             const float score = o < 2 ? (o == 0 ? scores[0] : scores[1]) : (o == 2 ? scores[2] : scores[3]);
             finder.add(staged, f * kTileHeads + lane_head(), lanes_of_head(), (hits >> o & 1) != 0,
-                       {.key = top_k::order_key(score), .token = at + lane_row() + o * kRows}, found[f]);
+                       {.key = order_key(score), .token = at + lane_row() + o * kRows}, found[f]);
           }
         }
       }

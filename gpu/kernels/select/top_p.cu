@@ -79,7 +79,7 @@ class LongRow {
   }
   /// 0 from the row's end on.
   __device__ __forceinline__ std::uint32_t key_at(std::uint32_t i) const {
-    return is_choice(s_.row, i) ? order_key(__ldg(values_ + i)) : 0;
+    return is_choice(s_.row, i) ? weighed_key(__ldg(values_ + i)) : 0;
   }
   /// The same for all threads, in an order that does not depend on timing; ends with all of them knowing the result.
   template <class Found>
