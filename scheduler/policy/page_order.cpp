@@ -17,7 +17,6 @@ constexpr std::uint32_t page_of(std::uint64_t key) noexcept { return static_cast
 
 PageRun far_part(const NearSet& near, std::uint32_t page, std::uint32_t tokens) noexcept {
   PageRun run{.page = page};
-  if (near.holds(page)) return run;
   const std::uint32_t first = page * near.page_tokens;
   const std::uint32_t from = std::max(first, near.sink_end);
   const std::uint32_t to = std::min({first + near.page_tokens, near.recent_begin, tokens});
