@@ -1,9 +1,9 @@
 // Rows that attend everything: what a layer takes where nothing is chosen. Thread blocks find their rows themselves,
 // and the last one of a KV head writes the output, so that nothing comes before or behind.
 
-#include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/attend/attend_kernel.cuh"
 #include "gpu/kernels/forward/forward.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/prefill/prefill_output.cuh"
 #include "sluice/partial.hpp"
@@ -221,8 +221,7 @@ void launch_forward_attend_whole(const ForwardMemory& memory, const ForwardScrat
 namespace detail {
 void load_forward_attend_whole_kernels() {
   const auto load = [](auto* kernel) {
-    cudaFuncAttributes attributes{};
-    check(cudaFuncGetAttributes(&attributes, kernel), "load the attend kernels of whole rows");
+    load_kernel(kernel, "load the attend kernels of whole rows");
   };
   for (const DType dtype : {DType::f16, DType::bf16}) {
     KernelHeadDims::each([&](std::uint32_t head_dim) {

@@ -4,6 +4,7 @@
 #include "gpu/kernels/prefill/flex_scores.cuh"
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/load.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -268,8 +269,7 @@ void launch_flex_scores(const FlexArgs& args, const FlexExtent& extent, const CU
 
 void load_flex_score_kernels() {
   const auto load = [](auto*... kernels) {
-    cudaFuncAttributes attributes{};
-    (check(cudaFuncGetAttributes(&attributes, kernels), "load the score kernels of select_blocks"), ...);
+    (load_kernel(kernels, "load the score kernels of select_blocks"), ...);
   };
   load(flex_shift_kernel);
   for (const DType dtype : {DType::f16, DType::bf16}) {

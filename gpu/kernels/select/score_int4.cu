@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "gpu/device/cuda_error.hpp"
 #include "gpu/head_dims.hpp"
 #include "gpu/kernels/elements.cuh"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/select/foresight.cuh"
@@ -260,8 +260,7 @@ void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uin
 
 void load_score_int4_kernels() {
   const auto load = [](auto* kernel) {
-    cudaFuncAttributes attributes;
-    check(cudaFuncGetAttributes(&attributes, kernel), "load the score_int4 kernels");
+    load_kernel(kernel, "load the score_int4 kernels");
   };
   KernelHeadDims::each([&](std::uint32_t head_dim) {
     KernelHeadDims::with(head_dim, [&](auto dim) {
