@@ -31,6 +31,7 @@ sluice_status status_of(Errc code) noexcept {
     case Errc::io: return SLUICE_IO;
     case Errc::device: return SLUICE_DEVICE;
     case Errc::timeout: return SLUICE_TIMEOUT;
+    case Errc::internal: break;
   }
   return SLUICE_INTERNAL;
 }
@@ -79,7 +80,7 @@ const char* sluice_status_name(sluice_status status) {
     case SLUICE_IO: return to_string(sluice::Errc::io);
     case SLUICE_DEVICE: return to_string(sluice::Errc::device);
     case SLUICE_TIMEOUT: return to_string(sluice::Errc::timeout);
-    case SLUICE_INTERNAL: return "internal";
+    case SLUICE_INTERNAL: return to_string(sluice::Errc::internal);
     default: return "unknown";
   }
 }

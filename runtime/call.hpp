@@ -56,7 +56,9 @@ decltype(auto) translated(Call&& call) {
                                            error.what() +
                                            "; raise its limit (ulimit -u, pids.max) or use fewer threads");
   } catch (const std::exception& error) {
-    throw Error(Errc::device, std::string("unexpected: ") + error.what() + "; please report this");
+    throw Error(Errc::internal, std::string("unexpected: ") + error.what() + "; please report this");
+  } catch (...) {
+    throw Error(Errc::internal, "an exception that is no std::exception; please report this");
   }
 }
 

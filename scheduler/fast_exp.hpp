@@ -2,18 +2,18 @@
 
 #include <bit>
 #include <cstdint>
+#include <numbers>
 
 namespace sluice::scheduler {
 
 /// exp(x) for x <= 0, to 3e-7 relative; 0 below -87 and for NaN. Branch-free, so that `omp simd` loops over it
 /// vectorise, which they do not over std::exp.
 [[nodiscard]] inline float fast_exp(float x) noexcept {
-  constexpr float kLog2E = 1.44269504f;
   constexpr float kLn2High = 0.693359375f;  // 9 bits: its product with a small integer is exact
   constexpr float kLn2Low = -2.12194440e-4f;
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
   const float y = x > -87.f ? x : -87.f;
-  const float rounded = y * kLog2E + kRound;
+  const float rounded = y * std::numbers::log2e_v<float> + kRound;
   const float k = rounded - kRound;
   const float r = (y - k * kLn2High) - k * kLn2Low;
   float p = 1.f / 720.f;

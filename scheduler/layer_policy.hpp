@@ -19,12 +19,8 @@ struct NearSet {
   std::uint32_t sink_end = 0;      ///< tokens [0, sink_end)
   std::uint32_t recent_begin = 0;  ///< tokens [recent_begin, n)
   std::uint32_t page_tokens = 32;
-  std::span<const std::uint8_t> pages = {};  ///< [ceil(n / page_tokens)] or empty: 1 = the whole page is attended near
 
-  [[nodiscard]] bool holds(std::size_t page) const noexcept { return page < pages.size() && pages[page] != 0; }
-  [[nodiscard]] bool contains(std::uint32_t token) const noexcept {
-    return token < sink_end || token >= recent_begin || holds(token / page_tokens);
-  }
+  [[nodiscard]] bool contains(std::uint32_t token) const noexcept { return token < sink_end || token >= recent_begin; }
 };
 
 /// K-means over the keys of tokens [first, first + count), as ClusterTask describes it.

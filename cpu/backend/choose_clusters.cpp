@@ -44,7 +44,7 @@ class HeadChoice {
     for (std::uint32_t i = 0; i < task_.clusters; ++i) {
       const float* const centroid = task_.centroids + std::size_t{i} * shape_.head_dim;
       const float score = std::inner_product(centroid, centroid + shape_.head_dim, q(), 0.f);
-      keys[i] = score == score ? order_key_of_number(score) : 0;
+      keys[i] = order_key(score);
     }
     std::vector<std::uint32_t> order(task_.clusters);
     std::iota(order.begin(), order.end(), 0u);

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
-#include <limits>
 #include <span>
 #include <vector>
 
@@ -11,12 +10,6 @@
 
 namespace sluice::cpu {
 namespace {
-
-/// Unsigned keys in the order of the values; 0 for what is never kept. The two zeros are equal.
-std::uint32_t order_key(float value) noexcept {
-  constexpr float kNothing = -std::numeric_limits<float>::infinity();
-  return value > kNothing ? order_key_of_number(value) : 0u;  // False for NaN.
-}
 
 /// The least threshold from `threshold` on that no more than `most` keys reach.
 std::uint32_t at_most(std::span<const std::uint32_t> keys, std::uint32_t threshold, std::uint32_t most) {
@@ -41,7 +34,7 @@ std::uint32_t select_top_p(const Kernels& kernels, const TopPTask& task) {
   const std::size_t end = std::min<std::size_t>(task.end, values.size());
   const std::size_t begin = std::min<std::size_t>(task.begin, end);
   keys.resize(values.size());
-  std::transform(values.begin(), values.end(), keys.begin(), order_key);
+  std::transform(values.begin(), values.end(), keys.begin(), weighed_key);
   std::fill_n(task.mask, div_up(values.size(), 32), 0u);
   const auto best = std::max_element(keys.begin(), keys.end());
   if (best == keys.end() || *best == 0) return 0;

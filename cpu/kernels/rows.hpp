@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <numbers>
 
 #include "cpu/kernels/kernels.hpp"
 
@@ -196,7 +197,7 @@ inline Vec dot_rows(const float* q, const Rows& rows, const Extent& extent) noex
 /// e^x for x <= 0, to 2e-7 relative; 0 below -87, where the result would become subnormal. NaN stays NaN.
 inline Vec exp_negative(Vec x) noexcept {
   const Vec y = Simd::max(Simd::set(-87.f), x);
-  const Vec k = Simd::round(Simd::mul(y, Simd::set(1.44269504f)));
+  const Vec k = Simd::round(Simd::mul(y, Simd::set(std::numbers::log2e_v<float>)));
   // ln 2 in two parts; the first has 9 bits, so that its product with a small integer is exact.
   Vec r = Simd::fma(k, Simd::set(-0.693359375f), y);
   r = Simd::fma(k, Simd::set(2.12194440e-4f), r);

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "gpu/kernels/load_all.hpp"
 #include "sluice/backend.hpp"
 
 namespace sluice::gpu {
@@ -14,8 +15,9 @@ namespace sluice::gpu {
 /// that it scores to the dtype of the keys.
 class Backend final : public sluice::Backend {
  public:
-  /// Loads every kernel, so that none is loaded while another spins. `multiprocessors` sizes the grids.
-  explicit Backend(std::uint32_t multiprocessors);
+  /// `multiprocessors` sizes the grids.
+  Backend(std::uint32_t multiprocessors, const KernelLimits& limits)
+      : multiprocessors_(multiprocessors), limits_(limits) {}
   [[nodiscard]] std::vector<std::string> unsupported_reasons(const AttentionShape& shape,
                                                              const PageLayout& layout) const override;
 
@@ -54,9 +56,7 @@ class Backend final : public sluice::Backend {
 
  private:
   std::uint32_t multiprocessors_;
-  bool warpgroups_ = false;          ///< the device has the prefill kernels for Hopper
-  std::uint32_t longest_top_p_ = 0;  ///< row of top_p that is held on chip
-  std::uint32_t longest_top_k_ = 0;
+  KernelLimits limits_;
 };
 
 }  // namespace sluice::gpu

@@ -167,7 +167,7 @@ void Backend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& st
   if (tasks.empty()) return;
   CudaStream& queue = cuda_stream(stream, "prefill");
   const std::uint64_t limit = std::min(queue.params().largest(), CudaStream::kScratchBytes - CudaStream::kCounterBytes);
-  const PrefillPlan plan(strides, shape, warpgroups_);
+  const PrefillPlan plan(strides, shape, limits_.warpgroups);
   check_tensor_type("prefill", strides.q_dtype);
   check_tensor_type("prefill", strides.out_dtype);
   for (const PrefillTask& task : tasks) {

@@ -142,7 +142,7 @@ void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexP
     args.items = pack(now, shape, extent, queue);
     if (extent.items == 0) continue;
     // Boxes of the tensor copies hold whole tiles of pages, or pages whole tiles.
-    const bool mapped = warpgroups_ && std::has_single_bit(now.front().kv.layout.page_tokens);
+    const bool mapped = limits_.warpgroups && std::has_single_bit(now.front().kv.layout.page_tokens);
     const CUtensorMap pages = mapped ? map_pages(now.front().kv, kFlexTile, frames_of(now)) : CUtensorMap{};
     launch_select_blocks(args, extent, mapped ? &pages : nullptr, queue.handle());
   }

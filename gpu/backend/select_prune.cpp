@@ -34,7 +34,7 @@ void Backend::top_p(std::span<const TopPTask> tasks, Stream* stream) {
   CudaStream& cuda = cuda_stream(stream, "top_p");
   TaskArray<TopPRow> rows;  // By value, about as many at a time as thread blocks run at once.
   const auto launch = [&] {
-    launch_top_p(rows, longest_top_p_, cuda.handle());
+    launch_top_p(rows, limits_.longest_top_p, cuda.handle());
     rows.count = 0;
   };
   for (const TopPTask& task : tasks) {

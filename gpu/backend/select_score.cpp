@@ -112,7 +112,7 @@ void Backend::top_k(std::span<const TopKTask> tasks, Stream* stream) {
   CudaStream& cuda = cuda_stream(stream, "top_k");
   TaskArray<TopKRow> rows;  // By value, about as many at a time as thread blocks run at once.
   const auto launch = [&] {
-    launch_top_k(rows, longest_top_k_, cuda.handle());
+    launch_top_k(rows, limits_.longest_top_k, cuda.handle());
     rows.count = 0;
   };
   for (const TopKTask& task : tasks) {

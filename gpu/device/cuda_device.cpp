@@ -119,9 +119,9 @@ HandoverFacts handover_facts(int ordinal, bool memory_operations) {
           .captures_waits = memory_operations && captures_waits()};
 }
 
-std::unique_ptr<Backend> make_backend(const cudaDeviceProp& properties) {
+KernelLimits load_kernels_for(const cudaDeviceProp& properties) {
   try {
-    return std::make_unique<Backend>(static_cast<std::uint32_t>(properties.multiProcessorCount));
+    return load_all_kernels();
   } catch (const Error& error) {
     throw Error(error.code(), std::string("CUDA device: cannot load the kernels for ") + properties.name + " (" +
                                   error.what() + "); build with -DCMAKE_CUDA_ARCHITECTURES=" +
@@ -146,8 +146,9 @@ CudaDevice::CudaDevice(const CudaDeviceOptions& options) {
            .visible_bus_ids = visible_bus_ids()};
   peak_memory_gbps_ = peak_memory_gbps(options.ordinal);
   multiprocessors_ = static_cast<std::uint32_t>(properties.multiProcessorCount);
-  backend_ = make_backend(properties);
-  forward_verbs_ = std::make_unique<ForwardVerbs>(options.ordinal, multiprocessors_);
+  const KernelLimits limits = load_kernels_for(properties);
+  backend_ = std::make_unique<Backend>(multiprocessors_, limits);
+  forward_verbs_ = std::make_unique<ForwardVerbs>(options.ordinal, multiprocessors_, limits);
   core_ = std::make_shared<DeviceCore>(options, limit);
   const HandoverFacts handover = handover_facts(options.ordinal, core_->memory_operations);
   info_.handover = advised_handover(handover);

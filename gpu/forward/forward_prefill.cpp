@@ -38,7 +38,7 @@ void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& laye
   const auto stream = static_cast<cudaStream_t>(layer.stream);
   PrefillStage stage = scratch_of(memory, memory.scratch).prompt;
   const Bucket& bucket = memory.bucket;
-  const PrefillVariant variant = prefill_variant(memory.shape, memory.layout, layer.q.dtype, warpgroups_);
+  const PrefillVariant variant = prefill_variant(memory.shape, memory.layout, layer.q.dtype, limits_.warpgroups);
   // Kernels without warpgroups mix the heads of a group in their rows, and masks differ between heads.
   if (memory.sparse_prefill && !variant.warpgroups) stage.item_heads = memory.shape.group();
   const PrefillArgs args{.items = stage.items,
@@ -93,8 +93,9 @@ void ForwardVerbs::choose_blocks(const ForwardMemory& memory, const PrefillStage
                           .query_blocks = static_cast<std::uint32_t>(room.query_blocks)};
   // Boxes of the tensor copies hold whole tiles of pages, or pages whole tiles.
   CUtensorMap pages{};
-  if (warpgroups_) pages = map_pages({.base = stage.pages, .layout = memory.layout}, kFlexTile, staged_pages(memory));
-  launch_select_blocks(args, extent, warpgroups_ ? &pages : nullptr, static_cast<cudaStream_t>(layer.stream));
+  if (limits_.warpgroups)
+    pages = map_pages({.base = stage.pages, .layout = memory.layout}, kFlexTile, staged_pages(memory));
+  launch_select_blocks(args, extent, limits_.warpgroups ? &pages : nullptr, static_cast<cudaStream_t>(layer.stream));
 }
 
 }  // namespace sluice::gpu

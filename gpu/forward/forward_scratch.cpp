@@ -104,7 +104,7 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   choice.head_blocks = head_blocks(memory);
   choice.block_heads = variant_of(memory).heads();
   choice.multiprocessors = multiprocessors_;
-  choice.split = split_;
+  choice.split = limits_.split;
   choice.job_count = jobs_of(memory, memory.bucket.decode_rows);
   choice.slices = near_slices(memory, choice.job_count, multiprocessors_);
   if (memory.fetches()) choice.fetch_slices = fetch_slices(memory, choice.job_count, multiprocessors_);
@@ -169,7 +169,8 @@ std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
   };
   if (memory.sparse_prefill && memory.largest.max_tokens > kFlexMaxKeys)
     refuse("max_tokens of sparse prompts", memory.largest.max_tokens, kFlexMaxKeys);
-  if (memory.largest.max_tokens > split_.max_tokens) refuse("max_tokens", memory.largest.max_tokens, split_.max_tokens);
+  if (memory.largest.max_tokens > limits_.split.max_tokens)
+    refuse("max_tokens", memory.largest.max_tokens, limits_.split.max_tokens);
   if (memory.dense_tokens != 0 &&
       whole_slices(memory, jobs_of(memory, memory.largest.decode_rows), multiprocessors_, memory.dense_tokens) == 0)
     refuse("dense_tokens", memory.dense_tokens, std::uint64_t{most_slices(memory)} * (kAttend.stage_words - 64));

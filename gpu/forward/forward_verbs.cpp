@@ -9,10 +9,7 @@
 #include "gpu/device/current_device.hpp"
 #include "gpu/device/driver.hpp"
 #include "gpu/forward/forward_scratch.hpp"
-#include "gpu/kernels/cluster/cluster.hpp"
 #include "gpu/kernels/index/int4.hpp"
-#include "gpu/kernels/prefill/prefill.hpp"
-#include "gpu/kernels/select/choose_clusters.hpp"
 #include "gpu/kernels/select/score.hpp"
 #include "gpu/kernels/transfer/signal.hpp"
 
@@ -50,23 +47,8 @@ void launch_in_turns(const ForwardMemory& memory, const ForwardScratch& scratch,
 
 }  // namespace
 
-ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors)
-    : ordinal_(ordinal),
-      multiprocessors_(multiprocessors),
-      warpgroups_(Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels()),
-      sight_(make_stream(0)) {
-  load_signal_kernels();
-  load_forward_kernels();
-  split_ = load_forward_split_kernels();
-  load_prefill_kernels();
-  load_select_blocks_kernels();
-  longest_top_p_ = load_top_p_kernels();
-  longest_top_k_ = load_top_k_cluster_kernels();
-  load_top_k_kernels();
-  load_score_kernels();
-  load_cluster_kernels();
-  load_choose_clusters_kernels();
-}
+ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors, const KernelLimits& limits)
+    : ordinal_(ordinal), multiprocessors_(multiprocessors), limits_(limits), sight_(make_stream(0)) {}
 
 void ForwardVerbs::apply(const ForwardMemory& memory, void* stream) {
   const CurrentDevice current(ordinal_);
@@ -96,7 +78,7 @@ void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) 
                       .head_dim = memory.shape.head_dim,
                       .multiprocessors = multiprocessors_},
                      handle(layer.stream));
-  launch_top_k(scratch.page_rows, memory.bucket.decode_rows * memory.shape.q_heads, pages, longest_top_k_,
+  launch_top_k(scratch.page_rows, memory.bucket.decode_rows * memory.shape.q_heads, pages, limits_.longest_top_k,
                handle(layer.stream));
 }
 
@@ -120,8 +102,9 @@ void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer
   const std::uint32_t longest = memory.scores_in(memory.bucket);
   // Of all tokens the largest are chosen where they are told apart.
   if (memory.bucket.top_k && memory.bucket.pages)
-    launch_top_k(scratch.top_k_rows, rows, longest, longest_top_k_, handle(layer.stream));
-  if (memory.bucket.unbounded) launch_top_p(scratch.top_p_rows, rows, longest, longest_top_p_, handle(layer.stream));
+    launch_top_k(scratch.top_k_rows, rows, longest, limits_.longest_top_k, handle(layer.stream));
+  if (memory.bucket.unbounded)
+    launch_top_p(scratch.top_p_rows, rows, longest, limits_.longest_top_p, handle(layer.stream));
   if (memory.bucket.unbounded && memory.cluster_slots != 0) choose_clusters(memory, scratch, layer);
 }
 

@@ -3,6 +3,7 @@
 #include "gpu/device/handles.hpp"
 #include "gpu/head_dims.hpp"
 #include "gpu/kernels/forward/forward.hpp"
+#include "gpu/kernels/load_all.hpp"
 #include "gpu/tuning.hpp"
 #include "sluice/carver.hpp"
 #include "sluice/forward_verbs.hpp"
@@ -15,8 +16,7 @@ namespace sluice::gpu {
 /// multiple of 8 tokens, up to 32 query heads per KV head; sparse prompts of TunedHeadDims.
 class ForwardVerbs final : public sluice::ForwardVerbs {
  public:
-  /// Loads every kernel, so that none is loaded while another spins.
-  ForwardVerbs(int ordinal, std::uint32_t multiprocessors);
+  ForwardVerbs(int ordinal, std::uint32_t multiprocessors, const KernelLimits& limits);
 
   [[nodiscard]] bool sparse_prefill(const AttentionShape& shape) const noexcept override {
     return TunedHeadDims::has(shape.head_dim);
@@ -66,10 +66,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
 
   int ordinal_;
   std::uint32_t multiprocessors_;
-  ForwardSplitLimits split_{};
-  std::uint32_t longest_top_p_ = 0;  ///< row of top-p that is held on chip
-  std::uint32_t longest_top_k_ = 0;
-  bool warpgroups_;  ///< the device has the prefill kernels for Hopper
+  KernelLimits limits_;
   StreamHandle sight_;  ///< of see_near
 };
 

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <numbers>
 #include <type_traits>
 
 #include "sluice/tensor.hpp"
@@ -99,6 +100,9 @@ __device__ inline void mma(float (&c)[4], const std::uint32_t (&a)[4], std::uint
   return __byte_perm(a, b, 0x7632);
 }
 
+/// Softmax is by powers of 2, of logits times this.
+inline constexpr float kLog2E = std::numbers::log2e_v<float>;
+
 /// 2^x; 0 for -infinity.
 [[nodiscard]] __device__ inline float exp2_fast(float x) {
   float y;
@@ -108,8 +112,7 @@ __device__ inline void mma(float (&c)[4], const std::uint32_t (&a)[4], std::uint
 
 /// tanh(x), to 2^-21 of 1.
 [[nodiscard]] __device__ inline float tanh_fast(float x) {
-  constexpr float kTwoLog2OfE = 2.88539008177792681472f;
-  return 1.f - __fdividef(2.f, exp2_fast(x * kTwoLog2OfE) + 1.f);
+  return 1.f - __fdividef(2.f, exp2_fast(x * (2.f * kLog2E)) + 1.f);
 }
 
 /// 16 bytes of global memory that are read once; zero, and not read, if not `valid`. Stays where it is in the order

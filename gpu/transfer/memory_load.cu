@@ -3,6 +3,7 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/clock.cuh"
+#include "gpu/kernels/load.hpp"
 #include "gpu/transfer/memory_load.hpp"
 
 namespace sluice::gpu {
@@ -56,8 +57,7 @@ void launch_memory_load(std::byte* data, std::uint64_t bytes, std::uint32_t dura
 }
 
 void load_memory_load_kernels() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, memory_load_kernel), "load the memory load");
+  load_kernel(memory_load_kernel, "load the memory load");
 }
 
 }  // namespace sluice::gpu

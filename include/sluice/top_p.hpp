@@ -16,10 +16,8 @@
 /// sum of weights is at least p of the whole; and all that equal the lightest of them. If what is attended anyway
 /// suffices, none are kept. NaN and -infinity have no weight.
 ///
-/// Candidates in pages that happen to be near are weighed like all others, and not attended again if kept; they do not
-/// count first. Which pages are near depends on the near pool and on other sequences; what is selected depends on
-/// policy, sequence and step alone. Only the newest page counts as a whole where a policy attends near by whole pages:
-/// it always is near.
+/// Candidates that happen to be near are weighed like all others, and do not count first: which are depends on near
+/// memory and on other sequences, what is selected on policy, sequence and step alone.
 namespace sluice {
 
 /// A candidate as top-p sees it: an order-preserving image of its score, and its softmax weight on any scale.

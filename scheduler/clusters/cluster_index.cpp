@@ -55,7 +55,7 @@ void ClusterRanking::rank(const float* scores, std::uint32_t count, std::uint32_
   std::iota(order_.begin(), order_.end(), 0);
   std::array<std::array<std::uint32_t, kMask + 1>, kDigits> begins{};
   for (std::uint32_t i = 0; i < count; ++i) {
-    const std::uint32_t key = ~order_key(scores[std::size_t{i} * stride]);
+    const std::uint32_t key = ~candidate_key(scores[std::size_t{i} * stride]);
     keys_[i] = key;
     for (std::uint32_t digit = 0; digit < kDigits; ++digit) ++begins[digit][(key >> (digit * kBits)) & kMask];
   }

@@ -142,12 +142,6 @@ void GroupHistory::find_candidates(const Head& head, TokenSet& found) const {
   }
 }
 
-TokenSet GroupHistory::candidates(std::uint32_t h) const {
-  TokenSet found;
-  find_candidates(heads_[h], found);
-  return found;
-}
-
 /// Eq. (9): EXP = { j + o : j in CAND, SV[j + o] > mean(SV) or SS[n - 1 - j - o] > mean(SS) }; o = 0 alone if the
 /// options do not expand.
 void GroupHistory::expand(Head& head, const TokenSet& found) {

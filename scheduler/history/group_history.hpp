@@ -71,8 +71,6 @@ class GroupHistory {
 
   [[nodiscard]] const ScoreTable& vertical(std::uint32_t h) const noexcept { return heads_[h].vertical; }
   [[nodiscard]] const ScoreTable& slash(std::uint32_t h) const noexcept { return heads_[h].slash; }
-  /// CAND of query head `h` for the step that was forecast last, as long as nothing was observed since.
-  [[nodiscard]] TokenSet candidates(std::uint32_t h) const;
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
   /// What the history of a KV head with `group` query heads holds at most, with `tokens` tokens visible.
   [[nodiscard]] static std::uint64_t most_heap_bytes(const HistoryOptions& options, std::uint32_t group,

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <numbers>
 
 namespace sluice::scheduler {
 
@@ -13,7 +14,7 @@ inline constexpr std::uint32_t kWeightsPerOctave = 8;
 /// Weights of less than 2^-20 of the largest are none: a mean score is more than that at any length.
 inline constexpr std::uint32_t kWeightCodes = 20 * kWeightsPerOctave;
 /// Codes that a score is below the largest, by its distance from it.
-inline constexpr float kWeightsPerNat = 1.44269504f * kWeightsPerOctave;
+inline constexpr float kWeightsPerNat = std::numbers::log2e_v<float> * kWeightsPerOctave;
 
 namespace detail {
 

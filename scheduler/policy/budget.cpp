@@ -25,12 +25,9 @@ void Budget::choose(const HeadContext& context, std::uint32_t group, ScoredSet& 
 
 AttendedAnyway Budget::attended_anyway(const HeadContext& context) const noexcept {
   const NearSet& near = *context.near;
-  const std::uint32_t newest = newest_page(context.tokens, shape_.page_tokens);
-  // Where whole pages are attended near, the newest always is.
-  const bool near_newest = near.holds(newest / shape_.page_tokens);
   return {.sink_end = near.sink_end,
-          .recent_begin = near_newest ? std::min(near.recent_begin, newest) : near.recent_begin,
-          .open = estimates() ? newest : context.tokens};
+          .recent_begin = near.recent_begin,
+          .open = estimates() ? newest_page(context.tokens, shape_.page_tokens) : context.tokens};
 }
 
 }  // namespace sluice::scheduler

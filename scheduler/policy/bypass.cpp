@@ -32,16 +32,9 @@ double log_mass(const std::vector<float>& scores, std::uint32_t group, std::uint
   return top + std::log(sum);
 }
 
-std::uint64_t far_tokens(const NearSet& near, std::uint32_t begin, std::uint32_t end) {
-  std::uint64_t count = 0;
-  for (std::uint32_t token = begin; token < end;) {
-    const std::uint32_t next = std::min(end, (token / near.page_tokens + 1) * near.page_tokens);
-    const std::uint32_t from = std::max(token, near.sink_end);
-    const std::uint32_t to = std::min(next, near.recent_begin);
-    if (from < to && !near.holds(token / near.page_tokens)) count += to - from;
-    token = next;
-  }
-  return count;
+std::uint32_t far_tokens(const NearSet& near, std::uint32_t begin, std::uint32_t end) {
+  const std::uint32_t from = std::max(begin, near.sink_end);
+  return std::max(from, std::min(end, near.recent_begin)) - from;
 }
 
 /// Tokens that are scored at once.

@@ -15,9 +15,7 @@
 
 namespace sluice::scheduler {
 
-std::uint32_t order_key(float score) noexcept {
-  return score == score ? order_key_of_number(score) : 1u;
-}
+std::uint32_t candidate_key(float score) noexcept { return std::max(order_key(score), 1u); }
 
 void ScoredSet::choose(std::uint32_t k, std::uint32_t group, KvReader& kv) {
   attended_.assign(tokens_.size(), 0);
@@ -120,7 +118,7 @@ void ScoredSet::choose_head_mass(std::uint32_t h, std::uint32_t group, float sha
       first += static_cast<double>(weight);
       continue;
     }
-    keys_[i] = order_key(score);
+    keys_[i] = candidate_key(score);
     weighed_.push_back({.key = keys_[i], .weight = weight});
   }
   const std::uint32_t cut = weighed_.empty() ? kKeepNone : top_p_cut(weighed_, static_cast<double>(share), first);

@@ -18,7 +18,6 @@ void add_far_runs(const NearSet& near, std::uint32_t first, std::uint32_t tokens
   if (begin >= end) return;
   const std::uint32_t last_page = (end - 1) / near.page_tokens;
   for (std::uint32_t page = begin / near.page_tokens; page <= last_page; ++page) {
-    if (near.holds(page)) continue;
     const std::uint32_t page_begin = page * near.page_tokens;
     // Sinks cut the first run, the recent window the last one; what remains of a page is one interval.
     const std::uint32_t from = std::max(begin, page_begin) - page_begin;

@@ -17,7 +17,6 @@ constexpr std::uint32_t page_of(std::uint64_t key) noexcept { return static_cast
 
 PageRun far_part(const NearSet& near, std::uint32_t page, std::uint32_t tokens) noexcept {
   PageRun run{.page = page};
-  if (near.holds(page)) return run;
   const std::uint32_t first = page * near.page_tokens;
   const std::uint32_t from = std::max(first, near.sink_end);
   const std::uint32_t to = std::min({first + near.page_tokens, near.recent_begin, tokens});
@@ -43,7 +42,7 @@ void PageOrder::rank(std::span<const float> scores, std::uint32_t group, const N
   heap_.clear();
   for (std::uint32_t page = 0; page < pages_; ++page) {
     if (far_part(near, page, tokens).tokens() == 0) continue;
-    heap_.push_back(std::uint64_t{order_key(sums_[page])} << kPageBits | page);
+    heap_.push_back(std::uint64_t{candidate_key(sums_[page])} << kPageBits | page);
   }
   const auto first = heap_.end() - static_cast<std::ptrdiff_t>(std::min<std::size_t>(likely, heap_.size()));
   std::nth_element(heap_.begin(), first, heap_.end());

@@ -88,8 +88,7 @@ class ProgressivePolicy final : public LayerPolicy {
         std::min<std::uint64_t>(budget_.microbatch, (most - std::min(most, attended)) / page_tokens_));
   }
 
-  /// What is attended anyway counts first: sinks, recent tokens and the open page. Pages that are near as a whole count
-  /// for nothing: their keys would have to be read here too, and a smaller share only makes the verdict safer.
+  /// What is attended anyway counts first: sinks, recent tokens and the open page.
   void visit_open(const HeadContext& context, Head& head, SelectCounters& counters) const {
     const NearSet& near = *context.near;
     const auto open_page = static_cast<std::uint32_t>(context.page_scores.size() / group_);

@@ -11,16 +11,6 @@ namespace {
 std::uint64_t near_bits(const NearSet& near, std::size_t word) noexcept {
   const std::uint64_t first = std::uint64_t{word} * 64;
   std::uint64_t bits = 0;
-  if (near.page_tokens >= 64) {
-    const std::size_t page = first / near.page_tokens;
-    if (near.holds(page)) bits = ~std::uint64_t{0};
-  } else {
-    const std::uint64_t page_bits = (std::uint64_t{1} << near.page_tokens) - 1;
-    for (std::uint32_t at = 0; at < 64; at += near.page_tokens) {
-      const std::size_t page = (first + at) / near.page_tokens;
-      if (near.holds(page)) bits |= page_bits << at;
-    }
-  }
   if (first < near.sink_end) {
     const std::uint64_t count = near.sink_end - first;
     bits |= count >= 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << count) - 1;

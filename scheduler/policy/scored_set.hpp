@@ -11,9 +11,8 @@
 
 namespace sluice::scheduler {
 
-/// Order-preserving image of a score: larger score, larger key. NaN maps to 1, below every number; 0 is
-/// left for "not a candidate".
-[[nodiscard]] std::uint32_t order_key(float score) noexcept;
+/// As order_key, but 1 for NaN: 0 is left for "not a candidate".
+[[nodiscard]] std::uint32_t candidate_key(float score) noexcept;
 
 /// Who may be scored for whom.
 struct CandidateSets {

@@ -29,6 +29,7 @@ TEST_CASE("every code of an Error is a status of its own", "[capi][errors]") {
   check(Error(Errc::io, "text f"), SLUICE_IO, "text f");
   check(Error(Errc::device, "text g"), SLUICE_DEVICE, "text g");
   check(Error(Errc::timeout, "text h"), SLUICE_TIMEOUT, "text h");
+  check(Error(Errc::internal, "text i"), SLUICE_INTERNAL, "text i");
 }
 
 TEST_CASE("what is no Error is told, too", "[capi][errors]") {

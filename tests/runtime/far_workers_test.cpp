@@ -43,6 +43,18 @@ struct Desk {
   FarNotes notes{memory};
 };
 
+/// With a row whose policy chooses in the first forward.
+struct ChoosingDesk : Desk {
+  ChoosingDesk() { choice.expect(1, {{.sequence = SequenceId{1}, .policy = policy, .index = 0, .window = {}}}); }
+
+  cpu::Topology machine;
+  cpu::Workers one{machine, {.threads = 1, .pin = false}};
+  cpu::Backend host{one};
+  std::vector<std::uint32_t> blocks{0};
+  std::shared_ptr<SequencePolicy> policy =
+      std::make_shared<SequencePolicy>(parse_policy("exact | top_k=4 | near=0"), memory, blocks, host);
+};
+
 /// Threads that do nothing: on a busy machine some may stand aside, whose cores others take.
 std::uint32_t resting(const FarWorkers& workers) { return workers.asleep() + workers.aside(); }
 
@@ -203,14 +215,7 @@ TEST_CASE("threads work for jobs, but never all that answer, and then sleep", "[
 }
 
 TEST_CASE("who needs threads not to learn gets there, however many come and go", "[far_workers]") {
-  Desk desk;
-  const cpu::Topology machine;
-  const cpu::Workers one(machine, {.threads = 1, .pin = false});
-  cpu::Backend host(one);
-  const std::vector<std::uint32_t> blocks{0};
-  const auto policy =
-      std::make_shared<SequencePolicy>(parse_policy("exact | top_k=4 | near=0"), desk.memory, blocks, host);
-  desk.choice.expect(1, {{.sequence = SequenceId{1}, .policy = policy, .index = 0, .window = {}}});
+  ChoosingDesk desk;
   std::atomic<bool> done{false};
   std::vector<std::jthread> learners;
   for (int i = 0; i < 8; ++i) {
@@ -226,14 +231,7 @@ TEST_CASE("who needs threads not to learn gets there, however many come and go",
 }
 
 TEST_CASE("who needs threads not to learn waits for them, though not for ever", "[far_workers]") {
-  Desk desk;
-  const cpu::Topology machine;
-  const cpu::Workers one(machine, {.threads = 1, .pin = false});
-  cpu::Backend host(one);
-  const std::vector<std::uint32_t> blocks{0};
-  const auto policy =
-      std::make_shared<SequencePolicy>(parse_policy("exact | top_k=4 | near=0"), desk.memory, blocks, host);
-  desk.choice.expect(1, {{.sequence = SequenceId{1}, .policy = policy, .index = 0, .window = {}}});
+  ChoosingDesk desk;
   std::atomic<bool> begun{false};
   std::atomic<bool> open{false};
   std::thread learner([&] {

@@ -81,7 +81,7 @@ TEST_CASE("the error of a bypassed head is below the bound that bypass.hpp state
   std::uint32_t bypassed = 0;
   for (std::uint32_t trial = 0; trial < kTrials; ++trial) {
     Independent head(variance, share, trial, needle);
-    const FakeNear near(head.n, kSinks, recent, {3, 17});
+    const FakeNear near(head.n, kSinks, recent);
     const Bypass out = tested(head.bypass, head.kv, head.q, head.n, near);
     if (out.heads == 0) continue;
     ++bypassed;

@@ -36,9 +36,7 @@ TEST_CASE("full attends every token that is not near, as at most one run per pag
   const std::uint32_t recent = GENERATE(0u, 1u, 70u);
   const std::uint32_t page_tokens = GENERATE(8u, 32u, 256u);
   CAPTURE(n, sinks, recent, page_tokens);
-  std::vector<std::uint32_t> near_pages;
-  for (std::uint32_t page = 1; page * page_tokens < n; page += 3) near_pages.push_back(page);
-  const FakeNear near(n, sinks, recent, near_pages, page_tokens);
+  const FakeNear near(n, sinks, recent, page_tokens);
   const SelectionRow row = select("full", n, near.set);
   REQUIRE(row.tokens.empty());
   for (std::size_t i = 0; i < row.runs.size(); ++i) {

@@ -77,7 +77,7 @@ TEST_CASE("the example keeps what weighs at least a share of the largest", "[exa
   CAPTURE(n, share);
   Step step("topk", n);  // Its keys and queries; outliers and ties are among them.
   step.policy = std::make_unique<MinPPolicy>(kShape, share);
-  const FakeNear near(n, 4, 8, {0});
+  const FakeNear near(n, 4, 8);
   step.select(near.set);
   for (std::uint32_t h = 0; h < kGroup; ++h) REQUIRE(attended_by(step.row, h) == expected(step, near.set, h, share));
 }

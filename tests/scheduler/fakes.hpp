@@ -163,18 +163,8 @@ class PatternKv final : public KvReader {
 
 /// A near set together with the memory of its page flags.
 struct FakeNear {
-  FakeNear(std::uint32_t n, std::uint32_t sinks, std::uint32_t recent,
-           const std::vector<std::uint32_t>& near_pages = {}, std::uint32_t page_tokens = kPageTokens)
-      : flags((n + page_tokens - 1) / page_tokens, 0) {
-    for (const std::uint32_t page : near_pages) flags[page] = 1;
-    set = {.sink_end = std::min(sinks, n),
-           .recent_begin = n - std::min(recent, n),
-           .page_tokens = page_tokens,
-           .pages = flags};
-  }
-  FakeNear(const FakeNear&) = delete;
-  FakeNear& operator=(const FakeNear&) = delete;
-  std::vector<std::uint8_t> flags;
+  FakeNear(std::uint32_t n, std::uint32_t sinks, std::uint32_t recent, std::uint32_t page_tokens = kPageTokens)
+      : set{.sink_end = std::min(sinks, n), .recent_begin = n - std::min(recent, n), .page_tokens = page_tokens} {}
   NearSet set;
 };
 

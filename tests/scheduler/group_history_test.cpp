@@ -61,7 +61,7 @@ TEST_CASE("candidates and expansion follow the naive tables over 300 steps", "[h
       const NaiveHistory& naive = twins.naive[h];
       REQUIRE(naive.vertical.s.size() == twins.n - kSinks);
       const double tau_v = naive.vertical.threshold(alpha), tau_s = naive.slash.threshold(alpha);
-      const std::vector<std::uint32_t> candidates = members(twins.history.candidates(h));
+      const std::vector<std::uint32_t> candidates = twins.candidates(h, alpha);
       for (std::uint32_t j = kSinks; j < twins.n; ++j) {
         const double v = naive.sv(j), s = naive.ss(j, twins.n);
         const bool unclear = std::abs(v - tau_v) < 2 * kError * tau_v || std::abs(s - tau_s) < 2 * kError * tau_s;

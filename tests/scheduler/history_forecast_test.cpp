@@ -10,7 +10,7 @@ TEST_CASE("candidates shrink as alpha grows, the expansion stays above a mean", 
   for (const float alpha : {0.05f, 0.1f, 0.2f, 0.3f, 0.4f, 1.f, 3.f}) {
     Twins twins(2000, 32, {.alpha = alpha});
     twins.forecast();
-    const std::vector<std::uint32_t> candidates = members(twins.history.candidates(0));
+    const std::vector<std::uint32_t> candidates = twins.candidates(0, alpha);
     if (alpha > 0.05f) REQUIRE(is_subset(candidates, wider));
     wider = candidates;
 

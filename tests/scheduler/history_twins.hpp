@@ -58,6 +58,17 @@ struct Twins {
       naive[h].observe(n, tokens, scores);
     }
   }
+  /// CAND of query head `h`, eq. (7), of the history's own tables, as long as nothing was observed since the forecast.
+  [[nodiscard]] std::vector<std::uint32_t> candidates(std::uint32_t h, float alpha) const {
+    const ScoreTable& vertical = history.vertical(h);
+    const ScoreTable& slash = history.slash(h);
+    TokenSet found;
+    found.reset(n);
+    const auto v = vertical.cut(alpha), s = slash.cut(alpha);
+    if (!v.uniform) vertical.for_each_above(v.threshold, [&](std::uint32_t i) { found.add(kSinks + i); });
+    if (!s.uniform) slash.for_each_above(s.threshold, [&](std::uint32_t e) { found.add(n - 1 - e); });
+    return members(found);
+  }
   GroupHistory history;
   NaiveHistory naive[kGroup];
   PatternKv kv;

@@ -182,7 +182,7 @@ TEST_CASE("a sample of everything at probability 1 is dense attention", "[magicp
   spec.lsh.min_collisions = 1;
   const auto policy = make_sampled_policy(spec, kShape);
   policy->begin({.kv_head = 0, .tokens = kTokens, .kv = &kv});
-  const FakeNear near(n, 4, 64, {2});
+  const FakeNear near(n, 4, 64);
   const std::vector<float> q = random_queries(kGroup, kDim, 26);
   const auto [row, bypass, counters] = select(*policy, kv, n, q, near.set);
   for (std::uint32_t h = 0; h < kGroup; ++h) {

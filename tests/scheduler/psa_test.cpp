@@ -168,7 +168,7 @@ TEST_CASE("progressive: all of the mass is dense attention, whatever the order",
   Head head(777, 9, true);
   std::vector<float> scores(kGroup * head.pages);
   std::iota(scores.begin(), scores.end(), -100.f);
-  const FakeNear near(777, 5, 40, {2, 7});
+  const FakeNear near(777, 5, 40);
   head.select(psa(1.f, microbatch), near.set, scores);
   REQUIRE(head.attended(near.set) == positions(0, 777));
 }

@@ -13,8 +13,7 @@ TEST_CASE("with every token a candidate and a budget of all, the output is dense
   const std::uint32_t n = GENERATE(70u, 500u);
   CAPTURE(text, n);
   Step step(text, n);
-  const FakeNear near(n, 4, text.find("share_group") != std::string::npos ? 40 : 0,
-                      n > 200 ? std::vector<std::uint32_t>{3, 7} : std::vector<std::uint32_t>{});
+  const FakeNear near(n, 4, text.find("share_group") != std::string::npos ? 40 : 0);
   step.select(near.set);
   for (std::uint32_t h = 0; h < kGroup; ++h) {
     auto tokens = attended_by(step.row, h);
@@ -156,9 +155,7 @@ TEST_CASE("a shared group attends the union of what its heads chose from the uni
 
 TEST_CASE("near candidates are observed but not attended", "[sluice]") {
   const std::uint32_t n = 1000;
-  std::vector<std::uint32_t> everything_near;
-  for (std::uint32_t page = 0; page * kPageTokens < n; ++page) everything_near.push_back(page);
-  const FakeNear near(n, 4, 0, everything_near);
+  const FakeNear near(n, 4, n);
 
   Step following("lfps:bypass=0,observe_near=on", n);
   following.select(near.set);
@@ -184,7 +181,7 @@ TEST_CASE("near candidates are observed but not attended", "[sluice]") {
 
 TEST_CASE("observed weights come from the best of all candidates, near ones included", "[lfps]") {
   const std::uint32_t n = 800;
-  const FakeNear far(n, 4, 0), near(n, 4, 0, {2, 5, 11, 17, 20});
+  const FakeNear far(n, 4, 0), near(n, 4, 150);
   Step a("lfps:budget=20,bypass=0", n), b("lfps:budget=20,bypass=0", n);
   a.select(far.set);
   b.select(near.set);
@@ -200,10 +197,10 @@ TEST_CASE("observed weights come from the best of all candidates, near ones incl
   }
 }
 
-TEST_CASE("near pages of any size are recognised", "[policy]") {
+TEST_CASE("sinks and a window that cut words and pages are recognised, whatever a page's size", "[policy]") {
   const std::uint32_t page_tokens = GENERATE(8u, 16u, 64u, 128u, 256u);
-  const std::uint32_t n = 1500, sinks = 70, recent = 301;  // cut words and pages alike
-  const FakeNear near(n, sinks, recent, {1, 3}, page_tokens);
+  const std::uint32_t n = 1500, sinks = 70, recent = 301;
+  const FakeNear near(n, sinks, recent, page_tokens);
   auto policy = make_layer_policy(parse_policy("topk:budget=100%,sinks=70"), kShape, page_tokens, LayerId{0});
   Step step("topk:budget=100%", n);
   const SelectionRow row = select(*policy, step.kv, n, step.q, near.set).row;
@@ -220,7 +217,7 @@ TEST_CASE("a step repeated from select gives the same selection", "[policy]") {
   CAPTURE(text);
   const std::uint32_t n = 1200;
   Step step(text, n);
-  const FakeNear near(n, 4, 128, {6, 7});
+  const FakeNear near(n, 4, 128);
   const std::vector<std::uint32_t> ranked =
       text.front() == 'h' ? std::vector<std::uint32_t>{4, 5, 6, 7} : std::vector<std::uint32_t>{};
   step.select(near.set, ranked);

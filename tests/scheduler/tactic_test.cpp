@@ -164,7 +164,7 @@ TEST_CASE("a share of 1 and a short prompt are dense attention", "[tactic]") {
   const std::uint32_t n = prompt + GENERATE(1u, 40u);
   CAPTURE(all, n);
   Decode decode(tactic(all ? 1.f : 0.5f), prompt, 40);
-  const FakeNear near(n, 4, 16, {3, 7});
+  const FakeNear near(n, 4, 16);
   decode.select(n, near.set);
   REQUIRE(decode.attended(near.set, n) == positions(0, n));
   REQUIRE(decode.bypass.heads == 0);

@@ -7,12 +7,33 @@
 #include <random>
 
 #include "scheduler/policy/scored_set.hpp"
+#include "sluice/order_key.hpp"
 #include "sluice/top_k.hpp"
 #include "tests/scheduler/policy_step.hpp"
 
 using namespace sluice;
 using namespace sluice::scheduler;
 using namespace sluice::scheduler::test;
+
+TEST_CASE("keys order values as they are, with what is no number below them", "[topk]") {
+  using Limits = std::numeric_limits<float>;
+  const float ascending[] = {
+      -Limits::infinity(), Limits::lowest(),  -1.f, -Limits::denorm_min(), 0.f, Limits::denorm_min(), 1.f,
+      Limits::max(),       Limits::infinity()};
+  for (std::size_t i = 1; i < std::size(ascending); ++i) {
+    CAPTURE(i);
+    CHECK(order_key(ascending[i - 1]) < order_key(ascending[i]));
+    CHECK(weighed_key(ascending[i]) == order_key(ascending[i]));
+  }
+  CHECK(order_key(-0.f) == order_key(0.f));
+  CHECK(order_key(ascending[0]) == 0x007f'ffffu);
+  CHECK(weighed_key(ascending[0]) == 0);
+  for (const float nan : {Limits::quiet_NaN(), -Limits::quiet_NaN()}) {
+    CHECK(order_key(nan) == 0);
+    CHECK(weighed_key(nan) == 0);
+    CHECK(scheduler::candidate_key(nan) == 1);
+  }
+}
 
 TEST_CASE("top-k keeps the k best of each query head, beyond the sinks", "[topk]") {
   const std::uint32_t n = GENERATE(6u, 100u, 777u, 4099u);
@@ -53,7 +74,7 @@ TEST_CASE("the largest of a row are those that sorting finds, and of equal ones 
       scores[1] = std::numeric_limits<float>::quiet_NaN(), scores[2] = -std::numeric_limits<float>::infinity();
     std::vector<std::uint32_t> want(count);
     std::iota(want.begin(), want.end(), 0);
-    std::ranges::stable_sort(want, std::greater<>(), [&](std::uint32_t i) { return order_key(scores[i]); });
+    std::ranges::stable_sort(want, std::greater<>(), [&](std::uint32_t i) { return candidate_key(scores[i]); });
     const auto k = static_cast<std::uint32_t>(1 + rng() % (round % 2 == 0 ? count : count / 16 + 1));
     want.resize(k);
     std::ranges::sort(want);

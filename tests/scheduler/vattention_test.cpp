@@ -58,7 +58,7 @@ TEST_CASE("each head attends its best as they are, and a sample of the others fo
   CAPTURE(n, scale, estimate);
   FakeKv kv = FakeKv::random(n, kDim, kGroup, n);
   const std::vector<float> q = random_queries(kGroup, kDim, 3, scale);
-  const FakeNear near(n, 4, 10, {2});
+  const FakeNear near(n, 4, 10);
   Sampled run("exact" + estimate + " | verified=0.2,delta=0.2,heavy=20,sample=5% | near=0,sinks=4,recent=10", kv, n, q,
               near.set);
   std::vector<std::uint32_t> far;

@@ -67,15 +67,9 @@ TEST_CASE("policies that choose on the CPU keep to a budget of far tokens as by 
   Story story(kShape, kPrompt + 12, 172);
   if (rig.kv_dtype != DType::f32) story.round_queries();
   const PolicySpec policy = parse_policy(text);
-  Reference reference(rig, story, kShape, policy);
-  Engine engine(paged_options(rig, 1, near, DigestKind::box), rig.device);
-  Teller teller{.story = &story, .id = engine.begin(policy)};
-  reference.prefill(kPrompt);
-  prefill(engine, rig, teller, kPrompt);
-  while (teller.at < story.tokens()) {
-    CAPTURE(teller.at);
-    REQUIRE(difference(decode(engine, rig, teller), reference.decode()) < tolerance(rig));
-  }
+  Beside both(rig, story, policy, paged_options(rig, 1, near, DigestKind::box));
+  both.prefill(kPrompt);
+  both.decode(story.tokens());
 }
 
 TEST_CASE("no layer attends more far tokens than its budget says", "[engine][far]") {

@@ -33,20 +33,10 @@ TEST_CASE("policies that rank pages attend what they attend by themselves, near 
   Story story(kShape, 300, 97);
   if (rig.kv_dtype != DType::f32) story.round_queries();
   const PolicySpec policy = parse_policy(text);
-  Reference reference(rig, story, kShape, policy);
-  Engine engine(paged_options(rig, 1, near, policy.pages.digest), rig.device);
-  Teller teller{.story = &story, .id = engine.begin(policy)};
-  const auto both_decode = [&](std::uint32_t tokens) {
-    while (teller.at < tokens) {
-      const std::vector<float> want = reference.decode();
-      CAPTURE(teller.at);
-      REQUIRE(difference(decode(engine, rig, teller), want) < tolerance(rig));
-    }
-  };
-  both_decode(40);  // From nothing: pages fill while few are there.
-  reference.prefill(243);
-  prefill(engine, rig, teller, 243);
-  both_decode(260);
+  Beside both(rig, story, policy, paged_options(rig, 1, near, policy.pages.digest));
+  both.decode(40);  // From nothing: pages fill while few are there.
+  both.prefill(243);
+  both.decode(260);
 }
 
 TEST_CASE("pages that are fetched again and again come near, and what is attended stays the same", "[engine]") {

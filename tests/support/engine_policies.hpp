@@ -88,6 +88,35 @@ inline std::vector<float> decode(Engine& engine, const EngineRig& rig, Teller& t
   return run(engine, rig, {&teller}, {1}, false)[0];
 }
 
+inline double tolerance(const EngineRig& rig) { return rig.kv_dtype == DType::f32 ? 2e-5 : 2e-3; }
+
+/// A sequence of an engine beside what its policy attends by itself.
+struct Beside {
+  Beside(const EngineRig& of, const Story& story, const PolicySpec& policy, const EngineOptions& options)
+      : rig(of),
+        reference(of, story, kShape, policy),
+        engine(options, of.device),
+        teller{.story = &story, .id = engine.begin(policy)} {}
+  /// The next tokens are a prompt's, up to this one.
+  void prefill(std::uint32_t tokens) {
+    reference.prefill(tokens);
+    policies::prefill(engine, rig, teller, tokens);
+  }
+  /// They are decoded: the same comes of both.
+  void decode(std::uint32_t tokens) {
+    while (teller.at < tokens) {
+      const std::vector<float> want = reference.decode();
+      CAPTURE(teller.at);
+      REQUIRE(difference(policies::decode(engine, rig, teller), want) < tolerance(rig));
+    }
+  }
+
+  const EngineRig& rig;
+  Reference reference;
+  Engine engine;
+  Teller teller;
+};
+
 /// The same tokens were attended, wherever they were.
 inline void require_same_audit(const AuditReport& got, const AuditReport& want) {
   REQUIRE(got.attended_tokens == want.attended_tokens);
@@ -99,8 +128,6 @@ inline void require_same_audit(const AuditReport& got, const AuditReport& want) 
     REQUIRE(got.heads[i].coverage == Approx(want.heads[i].coverage).margin(1e-3));
   }
 }
-
-inline double tolerance(const EngineRig& rig) { return rig.kv_dtype == DType::f32 ? 2e-5 : 2e-3; }
 
 /// A sequence of a batch.
 struct Mate {

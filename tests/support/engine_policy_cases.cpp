@@ -30,26 +30,13 @@ TEST_CASE("policies that choose on the CPU attend what they attend by themselves
   Story story(kShape, 390, 77);
   if (rig.kv_dtype != DType::f32) story.round_queries();
   const PolicySpec policy = parse_policy(text);
-  Reference reference(rig, story, kShape, policy);
-  Engine engine(options_for(rig, 2, near), rig.device);
-  Teller teller{.story = &story, .id = engine.begin(policy)};
-  const auto both_decode = [&](std::uint32_t tokens) {
-    while (teller.at < tokens) {
-      const std::vector<float> want = reference.decode();
-      CAPTURE(teller.at);
-      REQUIRE(difference(decode(engine, rig, teller), want) < tolerance(rig));
-    }
-  };
-  const auto both_prefill = [&](std::uint32_t tokens) {
-    reference.prefill(tokens);
-    prefill(engine, rig, teller, tokens);
-  };
+  Beside both(rig, story, policy, options_for(rig, 2, near));
   // As many tokens as clusters are made of.
   const std::uint32_t decoded = policy.clusters.recluster_every < 100 ? policy.clusters.recluster_every + 10 : 20;
-  both_prefill(270);
-  both_decode(270 + decoded);
-  both_prefill(290 + decoded);  // The next turn of a conversation.
-  both_decode(306 + decoded);
+  both.prefill(270);
+  both.decode(270 + decoded);
+  both.prefill(290 + decoded);  // The next turn of a conversation.
+  both.decode(306 + decoded);
 }
 
 TEST_CASE("heads that look at the sinks alone are bypassed as by themselves", "[engine]") {
@@ -63,17 +50,11 @@ TEST_CASE("heads that look at the sinks alone are bypassed as by themselves", "[
   story.lean_on_sinks();
   if (rig.kv_dtype != DType::f32) story.round_queries();
   const PolicySpec policy = parse_policy(text);
-  Reference reference(rig, story, kShape, policy);
-  Engine engine(options_for(rig, 1, near), rig.device);
-  Teller teller{.story = &story, .id = engine.begin(policy)};
-  reference.prefill(290);
-  prefill(engine, rig, teller, 290);
-  while (teller.at < story.tokens()) {
-    CAPTURE(teller.at);
-    REQUIRE(difference(decode(engine, rig, teller), reference.decode()) < tolerance(rig));
-  }
-  REQUIRE(reference.audit().bypassed_heads >= 15 * kShape.layers);
-  REQUIRE(reference.audit().bypassed_heads < 30 * kShape.layers * kShape.q_heads);
+  Beside both(rig, story, policy, options_for(rig, 1, near));
+  both.prefill(290);
+  both.decode(story.tokens());
+  REQUIRE(both.reference.audit().bypassed_heads >= 15 * kShape.layers);
+  REQUIRE(both.reference.audit().bypassed_heads < 30 * kShape.layers * kShape.q_heads);
 }
 
 TEST_CASE("policies of the CPU begin behind imported tokens as by themselves", "[engine]") {

@@ -1,5 +1,5 @@
-#include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/attend/attend_kernel.cuh"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.hpp"
 
 namespace sluice::gpu {
@@ -22,8 +22,7 @@ void launch_attend(const AttendVariant& variant, const AttendArgs& args, std::ui
 
 void load_attend_kernels() {
   const auto load = [](auto* kernel) {
-    cudaFuncAttributes attributes{};
-    check(cudaFuncGetAttributes(&attributes, kernel), "load the attend kernels");
+    load_kernel(kernel, "load the attend kernels");
   };
   for (const DType dtype : {DType::f16, DType::bf16}) {
     KernelHeadDims::each([&](std::uint32_t head_dim) {

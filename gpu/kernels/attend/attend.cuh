@@ -102,7 +102,7 @@ __device__ void load_scores(std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces]
       const std::uint32_t head = 8 * tile + 2 * t + e % 2;
       const bool valid = token < slice.tokens && head < slice.heads;
       const float score = valid ? __ldg(slice.scores + std::uint64_t{token} * slice.group + head) : 0.f;
-      keys[tile][0][e] = __float_as_uint(score * kLog2e);
+      keys[tile][0][e] = __float_as_uint(score * kLog2E);
     }
   }
 }

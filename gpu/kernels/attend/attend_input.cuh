@@ -13,7 +13,6 @@ namespace sluice::gpu::detail {
 inline constexpr std::uint32_t kNoRow = 0xffff'ffffu;
 /// Of a row of a launch that finds its rows itself: it is counted from AttendSlice::far_base.
 inline constexpr std::uint32_t kFarRow = 0x8000'0000u;
-inline constexpr float kLog2e = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 inline constexpr int kThreads = 32 * kAttend.warps;
 

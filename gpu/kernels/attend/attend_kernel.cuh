@@ -59,14 +59,14 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 1
   }
   load_value_rows<kDim, kHasScales>(values, slice, rows.row);
   if (slice.units() > kAttend.warps) stage_lists(slice, memory.input.words);
-  query.template store<T>(memory.input.q, args.score_scale * kLog2e);
+  query.template store<T>(memory.input.q, args.score_scale * kLog2E);
   wait_copies<0>();
   __syncthreads();
 
   Accumulator<kDim, kTiles> sum;
   clear(sum);
   attend_units<T, kDim, kTiles, kScored, kCapped, kHasScales>(sum, slice, memory.input, warp, rows, keys, values,
-                                                              scales, kCapped ? args.softcap * kLog2e : 0.f);
+                                                              scales, kCapped ? args.softcap * kLog2E : 0.f);
 
   (void)conclude<kDim, kTiles>(args, slice, memory, sums, sum);
 }

@@ -3,29 +3,11 @@
 #include <cuda/atomic>
 
 #include "gpu/kernels/attend/attend.cuh"
+#include "gpu/kernels/four.cuh"
 
 /// How results of decode attention become one: those of a block's warps in shared memory, those of a job's slices in
 /// scratch memory, by the block that comes last. Both go in a fixed order, so the same slices give the same bits.
 namespace sluice::gpu::detail {
-
-/// Four results; the caller's memory need not be aligned.
-__device__ inline void store4(float* to, float4 value) {
-  if (reinterpret_cast<std::uintptr_t>(to) % 16 == 0) {
-    *reinterpret_cast<float4*>(to) = value;
-  } else {
-    to[0] = value.x;
-    to[1] = value.y;
-    to[2] = value.z;
-    to[3] = value.w;
-  }
-}
-
-__device__ inline void add_scaled(float4& sum, float weight, const float4& value) {
-  sum.x += weight * value.x;
-  sum.y += weight * value.y;
-  sum.z += weight * value.z;
-  sum.w += weight * value.w;
-}
 
 /// The top and the mass of each warp's heads.
 template <int kTiles>

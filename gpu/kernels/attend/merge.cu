@@ -4,6 +4,8 @@
 #include <cuda_fp16.h>
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/four.cuh"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/mma.cuh"
 #include "sluice/units.hpp"
 
@@ -36,15 +38,7 @@ __device__ void store4_narrow(std::byte* out, std::uint64_t index, float4 value)
 __device__ void store4(std::byte* out, DType dtype, std::uint64_t index, float4 value) {
   if (dtype == DType::bf16) return store4_narrow<__nv_bfloat16>(out, index, value);
   if (dtype == DType::f16) return store4_narrow<__half>(out, index, value);
-  auto* to = reinterpret_cast<float*>(out) + index;
-  if (reinterpret_cast<std::uintptr_t>(to) % 16 == 0) {
-    *reinterpret_cast<float4*>(to) = value;
-  } else {
-    to[0] = value.x;
-    to[1] = value.y;
-    to[2] = value.z;
-    to[3] = value.w;
-  }
+  detail::store4(reinterpret_cast<float*>(out) + index, value);
 }
 
 /// A running merge of four columns of one row: `out` and `mass` are relative to `top`.
@@ -62,10 +56,7 @@ struct Running {
     if (lse == kEmptyLse) return;
     const float weight = expf(lse - top);
     mass += weight;
-    out.x += weight * part.x;
-    out.y += weight * part.y;
-    out.z += weight * part.z;
-    out.w += weight * part.w;
+    detail::add_scaled(out, weight, part);
   }
 };
 
@@ -115,8 +106,7 @@ void launch_merge(const MergeArgs& args, std::uint32_t count, cudaStream_t strea
 }
 
 void load_merge_kernels() {
-  cudaFuncAttributes attributes{};
-  check(cudaFuncGetAttributes(&attributes, merge_kernel), "load the merge kernel");
+  load_kernel(merge_kernel, "load the merge kernel");
 }
 
 }  // namespace sluice::gpu

@@ -6,6 +6,7 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/cluster/cluster.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/mma.cuh"
 
 namespace sluice::gpu {
@@ -230,8 +231,7 @@ void load_cluster_kernels() {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const std::uint32_t head_dim : {64u, 128u}) {
       with_kernel({.dtype = dtype, .head_dim = head_dim}, [](auto* kernel) {
-        cudaFuncAttributes attributes;
-        check(cudaFuncGetAttributes(&attributes, kernel), "load the kernels that find the nearest centroids");
+        load_kernel(kernel, "load the kernels that find the nearest centroids");
       });
     }
   }

@@ -7,6 +7,7 @@
 #include "gpu/kernels/cluster/cluster.hpp"
 #include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/elements.cuh"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/mma.cuh"
 #include "sluice/page.hpp"
 #include "sluice/permutation.hpp"
@@ -310,8 +311,7 @@ void launch_cluster_end(const TaskArray<ClusterItem>& items, const ClusterExtent
 
 void load_cluster_update_kernels() {
   const auto load = [](auto* kernel) {
-    cudaFuncAttributes attributes;
-    check(cudaFuncGetAttributes(&attributes, kernel), "load the kernels of k-means");
+    load_kernel(kernel, "load the kernels of k-means");
   };
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const std::uint32_t head_dim : {64u, 128u}) {

@@ -8,6 +8,7 @@
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/index/codes.cuh"
 #include "gpu/kernels/index/digest.cuh"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/prefill/prefill_output.cuh"
@@ -248,11 +249,10 @@ void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& sc
 
 namespace detail {
 void load_forward_append_kernels() {
-  cudaFuncAttributes attributes;
   for (const DType dtype : {DType::bf16, DType::f16, DType::fp8_e4m3}) {
     with_far_type(dtype, [&](auto type) {
-      check(cudaFuncGetAttributes(&attributes, append_kernel<type()>), "load the kernels of a forward");
-      check(cudaFuncGetAttributes(&attributes, digest_rows_kernel<type()>), "load the kernels of a forward");
+      load_kernel(append_kernel<type()>, "load the kernels of a forward");
+      load_kernel(digest_rows_kernel<type()>, "load the kernels of a forward");
     });
   }
 }

@@ -4,6 +4,7 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/forward/forward.hpp"
+#include "gpu/kernels/load.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -131,12 +132,8 @@ void launch_forward_end(const ForwardMemory& memory, cudaStream_t stream) {
 
 namespace detail {
 void load_forward_apply_kernels() {
-  cudaFuncAttributes attributes;
-  for (const void* kernel :
-       {reinterpret_cast<const void*>(apply_kernel), reinterpret_cast<const void*>(copy_codes_kernel),
-        reinterpret_cast<const void*>(begin_kernel), reinterpret_cast<const void*>(cancel_kernel),
-        reinterpret_cast<const void*>(end_kernel)})
-    check(cudaFuncGetAttributes(&attributes, kernel), "load the kernels of a forward");
+  const auto load = [](auto*... kernels) { (load_kernel(kernels, "load the kernels of a forward"), ...); };
+  load(apply_kernel, copy_codes_kernel, begin_kernel, cancel_kernel, end_kernel);
 }
 }  // namespace detail
 

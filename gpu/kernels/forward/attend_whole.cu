@@ -1,9 +1,9 @@
 // Rows that attend everything: what a layer takes where nothing is chosen. Thread blocks find their rows themselves,
 // and the last one of a KV head writes the output, so that nothing comes before or behind.
 
-#include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/attend/attend_kernel.cuh"
 #include "gpu/kernels/forward/forward.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/prefill/prefill_output.cuh"
 #include "sluice/partial.hpp"
@@ -169,14 +169,14 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kDim <= 128 ? kAttend
     far += row >> 31;
   }
   if (far != 0) atomicAdd(&far_tokens, far);
-  query.template store<T>(memory.input.q, args.score_scale * kLog2e);
+  query.template store<T>(memory.input.q, args.score_scale * kLog2E);
   __syncthreads();
 
   Accumulator<kDim, kTiles> sum;
   clear(sum);
   // Its lists begin with the slice's own tokens.
   attend_units<T, kDim, kTiles, false, kCapped, false, true>(sum, slice, memory.input, warp, unit, keys, values, scales,
-                                                             kCapped ? m.shape.softcap * kLog2e : 0.f);
+                                                             kCapped ? m.shape.softcap * kLog2E : 0.f);
   if (threadIdx.x == 0) count(*m.state, job, slice.tokens, far_tokens);
   if (!conclude<kDim, kTiles>(args, slice, memory, sums, sum)) return;
   __syncthreads();
@@ -221,8 +221,7 @@ void launch_forward_attend_whole(const ForwardMemory& memory, const ForwardScrat
 namespace detail {
 void load_forward_attend_whole_kernels() {
   const auto load = [](auto* kernel) {
-    cudaFuncAttributes attributes{};
-    check(cudaFuncGetAttributes(&attributes, kernel), "load the attend kernels of whole rows");
+    load_kernel(kernel, "load the attend kernels of whole rows");
   };
   for (const DType dtype : {DType::f16, DType::bf16}) {
     KernelHeadDims::each([&](std::uint32_t head_dim) {

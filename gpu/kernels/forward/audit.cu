@@ -2,6 +2,7 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/forward/forward.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/prefill/prefill_output.cuh"
 
 namespace sluice::gpu {
@@ -50,8 +51,7 @@ void launch_forward_audit(const ForwardMemory& memory, const ForwardScratch& scr
 
 namespace detail {
 void load_forward_audit_kernels() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, audit_kernel), "load the audit kernel of a forward");
+  load_kernel(audit_kernel, "load the audit kernel of a forward");
 }
 }  // namespace detail
 

@@ -5,6 +5,7 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/forward/wait.cuh"
+#include "gpu/kernels/load.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -72,8 +73,7 @@ void launch_forward_await(const ForwardMemory& memory, const ForwardScratch& scr
 
 namespace detail {
 void load_forward_await_kernel() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, await_kernel), "load the kernel that waits for what the CPU chooses");
+  load_kernel(await_kernel, "load the kernel that waits for what the CPU chooses");
 }
 }  // namespace detail
 

@@ -93,7 +93,7 @@ class Choice {
         for (std::uint32_t p = 0; p < kPivots; ++p) reached += static_cast<float>(reach.of[p]) >= wanted ? 1 : 0;
         least |= reached << shift;
       }
-      if (least < top_k::order_key(-INFINITY)) least = 0;  // Of no number.
+      if (least < order_key(-INFINITY)) least = 0;  // Of no number.
     }
     if (threadIdx.x % kQuarter == 0) {
       s_.least[h] = least;

@@ -1,8 +1,8 @@
 // The end of a layer: the far part's answer is waited for, and near and far become one.
 
-#include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/forward/promote.cuh"
 #include "gpu/kernels/forward/wait.cuh"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/prefill/prefill_output.cuh"
@@ -166,9 +166,8 @@ void load_forward_kernels() {
   detail::load_forward_prefill_kernels();
   detail::load_forward_stamp_kernel();
   detail::load_forward_team_kernels();
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, merge_kernel<false>), "load the merge kernel of a forward");
-  check(cudaFuncGetAttributes(&attributes, merge_kernel<true>), "load the merge kernel of a forward");
+  load_kernel(merge_kernel<false>, "load the merge kernel of a forward");
+  load_kernel(merge_kernel<true>, "load the merge kernel of a forward");
 }
 
 }  // namespace sluice::gpu

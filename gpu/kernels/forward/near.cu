@@ -2,6 +2,7 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/forward/promote.cuh"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 
@@ -140,10 +141,9 @@ void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& s
 
 namespace detail {
 void load_forward_near_kernels() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, acquire_kernel), "load the kernels of near rows");
+  load_kernel(acquire_kernel, "load the kernels of near rows");
   for (const auto kernel : {promote_kernel<false, false>, promote_kernel<true, false>, promote_kernel<false, true>})
-    check(cudaFuncGetAttributes(&attributes, kernel), "load the kernels of near rows");
+    load_kernel(kernel, "load the kernels of near rows");
 }
 }  // namespace detail
 

@@ -4,6 +4,7 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/forward/forward.hpp"
+#include "gpu/kernels/load.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -197,9 +198,8 @@ void launch_forward_stage(const ForwardMemory& memory, const PrefillStage& stage
 
 namespace detail {
 void load_forward_prefill_kernels() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, stage_kernel<false>), "load the kernels of a forward");
-  check(cudaFuncGetAttributes(&attributes, stage_kernel<true>), "load the kernels of a forward");
+  load_kernel(stage_kernel<false>, "load the kernels of a forward");
+  load_kernel(stage_kernel<true>, "load the kernels of a forward");
 }
 }  // namespace detail
 

@@ -36,7 +36,7 @@ struct Choices {
     return __ldg(scores + std::uint64_t{first + h} * stride + token);
   }
   [[nodiscard]] __device__ std::uint32_t key_of(std::uint32_t h, std::uint32_t token) const {
-    return top_k::order_key(score(h, token));
+    return order_key(score(h, token));
   }
   [[nodiscard]] __device__ bool between(std::uint32_t token) const { return token >= begin && token < end; }
 };

@@ -3,6 +3,7 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/forward/wait.cuh"
+#include "gpu/kernels/load.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -44,9 +45,8 @@ void launch_forward_stamp(const ForwardMemory& memory, std::uint32_t layer, Stag
 
 namespace detail {
 void load_forward_stamp_kernel() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, stamp_kernel), "load the kernel that stamps a stage");
-  check(cudaFuncGetAttributes(&attributes, gather_stamp_kernel), "load the kernel that stamps a window of a prompt");
+  load_kernel(stamp_kernel, "load the kernel that stamps a stage");
+  load_kernel(gather_stamp_kernel, "load the kernel that stamps a window of a prompt");
 }
 }  // namespace detail
 

@@ -1,9 +1,9 @@
 // Rows of a team that attend together: what they choose from, and what some of them see and others do not.
 
-#include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/forward/describe.cuh"
 #include "gpu/kernels/forward/forward.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 #include "sluice/partial.hpp"
@@ -195,9 +195,8 @@ void launch_forward_edge(const ForwardMemory& memory, const ForwardLayer& layer)
 
 namespace detail {
 void load_forward_team_kernels() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, team_kernel), "load the kernels of teams");
-  check(cudaFuncGetAttributes(&attributes, edge_kernel), "load the kernels of teams");
+  load_kernel(team_kernel, "load the kernels of teams");
+  load_kernel(edge_kernel, "load the kernels of teams");
 }
 }  // namespace detail
 

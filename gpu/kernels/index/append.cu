@@ -1,6 +1,7 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/elements.cuh"
 #include "gpu/kernels/index/append.hpp"
+#include "gpu/kernels/load.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -78,9 +79,8 @@ void launch_append(const TaskArray<AppendTask>& tasks, const PageLayout& layout,
 }
 
 void load_append_kernels() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, append_kernel<DType::f16>), "load the append kernel for f16 pages");
-  check(cudaFuncGetAttributes(&attributes, append_kernel<DType::bf16>), "load the append kernel for bf16 pages");
+  load_kernel(append_kernel<DType::f16>, "load the append kernel for f16 pages");
+  load_kernel(append_kernel<DType::bf16>, "load the append kernel for bf16 pages");
 }
 
 }  // namespace sluice::gpu

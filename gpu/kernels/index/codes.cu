@@ -2,6 +2,7 @@
 #include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/index/codes.cuh"
 #include "gpu/kernels/index/int4.hpp"
+#include "gpu/kernels/load.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -44,10 +45,9 @@ void launch_make_codes(const TaskArray<CodesTask>& tasks, const PageLayout& layo
 }
 
 void load_codes_kernels() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, codes_kernel<DType::f16>), "load the codes kernel for f16 pages");
-  check(cudaFuncGetAttributes(&attributes, codes_kernel<DType::bf16>), "load the codes kernel for bf16 pages");
-  check(cudaFuncGetAttributes(&attributes, codes_kernel<DType::fp8_e4m3>), "load the codes kernel for fp8 pages");
+  load_kernel(codes_kernel<DType::f16>, "load the codes kernel for f16 pages");
+  load_kernel(codes_kernel<DType::bf16>, "load the codes kernel for bf16 pages");
+  load_kernel(codes_kernel<DType::fp8_e4m3>, "load the codes kernel for fp8 pages");
 }
 
 }  // namespace sluice::gpu

@@ -4,6 +4,7 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/elements.cuh"
 #include "gpu/kernels/index/convert.hpp"
+#include "gpu/kernels/load.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -87,8 +88,7 @@ void launch_to_f32(const TaskArray<ToF32Task>& tasks, cudaStream_t stream) {
 }
 
 void load_convert_kernels() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, to_f32_kernel), "load the to_f32 kernel");
+  load_kernel(to_f32_kernel, "load the to_f32 kernel");
 }
 
 }  // namespace sluice::gpu

@@ -1,6 +1,7 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/index/digest.cuh"
 #include "gpu/kernels/index/digest.hpp"
+#include "gpu/kernels/load.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -29,10 +30,9 @@ void launch_digest(const TaskArray<DigestTask>& tasks, DigestKind kind, const Pa
 }
 
 void load_digest_kernels() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, digest_kernel<DType::f16>), "load the digest kernel for f16 pages");
-  check(cudaFuncGetAttributes(&attributes, digest_kernel<DType::bf16>), "load the digest kernel for bf16 pages");
-  check(cudaFuncGetAttributes(&attributes, digest_kernel<DType::fp8_e4m3>), "load the digest kernel for fp8 pages");
+  load_kernel(digest_kernel<DType::f16>, "load the digest kernel for f16 pages");
+  load_kernel(digest_kernel<DType::bf16>, "load the digest kernel for bf16 pages");
+  load_kernel(digest_kernel<DType::fp8_e4m3>, "load the digest kernel for fp8 pages");
 }
 
 }  // namespace sluice::gpu

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/prefill/flex.hpp"
 #include "gpu/kernels/prefill/flex_block.cuh"
 
@@ -152,8 +153,7 @@ void launch_flex_choose(const FlexArgs& args, const FlexExtent& extent, cudaStre
 }
 
 void load_flex_choose_kernels() {
-  cudaFuncAttributes attributes{};
-  check(cudaFuncGetAttributes(&attributes, flex_verdict_kernel), "load the verdicts of select_blocks");
+  load_kernel(flex_verdict_kernel, "load the verdicts of select_blocks");
 }
 
 void launch_select_blocks(const FlexArgs& args, const FlexExtent& extent, const CUtensorMap* pages,

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/mma.cuh"
 #include "gpu/kernels/prefill/flex.hpp"
 
@@ -275,9 +276,8 @@ void launch_flex_lines(const FlexArgs& args, const FlexExtent& extent, cudaStrea
 }
 
 void load_flex_line_kernels() {
-  cudaFuncAttributes attributes{};
-  check(cudaFuncGetAttributes(&attributes, flex_lines_kernel), "load the line counts of select_blocks");
-  check(cudaFuncGetAttributes(&attributes, flex_marks_kernel), "load the line marks of select_blocks");
+  load_kernel(flex_lines_kernel, "load the line counts of select_blocks");
+  load_kernel(flex_marks_kernel, "load the line marks of select_blocks");
 }
 
 }  // namespace sluice::gpu

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/prefill/flex.hpp"
 #include "gpu/kernels/prefill/flex_block.cuh"
 
@@ -231,12 +232,10 @@ void launch_flex_masks(const FlexArgs& args, const FlexExtent& extent, cudaStrea
 void load_flex_mask_kernels() {
   for (const std::uint32_t key_blocks : {kManyRowsBlocks, kFlexMaxBlocks}) {
     with_kernel(key_blocks, [](auto* kernel, std::uint32_t, int shared_bytes) {
-      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-            "give the masks of select_blocks their shared memory");
+      load_kernel(kernel, "load the masks of select_blocks", shared_bytes);
     });
   }
-  cudaFuncAttributes attributes{};
-  check(cudaFuncGetAttributes(&attributes, flex_tally_kernel), "load the tally of select_blocks");
+  load_kernel(flex_tally_kernel, "load the tally of select_blocks");
 }
 
 }  // namespace sluice::gpu

@@ -3,6 +3,7 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/elements.cuh"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/mma.cuh"
 #include "gpu/kernels/prefill/flex.hpp"
 #include "gpu/kernels/prefill/flex_block.cuh"
@@ -178,8 +179,7 @@ void launch_flex_sums(const FlexArgs& args, const FlexExtent& extent, cudaStream
 
 void load_flex_pool_kernels() {
   const auto load = [](auto*... kernels) {
-    cudaFuncAttributes attributes{};
-    (check(cudaFuncGetAttributes(&attributes, kernels), "load the pooling kernels of select_blocks"), ...);
+    (load_kernel(kernels, "load the pooling kernels of select_blocks"), ...);
   };
   load(flex_sums_kernel);
   for (const DType dtype : {DType::f16, DType::bf16}) {

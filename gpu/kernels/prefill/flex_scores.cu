@@ -4,13 +4,13 @@
 #include "gpu/kernels/prefill/flex_scores.cuh"
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/load.hpp"
 
 namespace sluice::gpu {
 namespace {
 
 using namespace detail;
 
-constexpr float kLog2OfE = 1.44269504088896340736f;
 /// Blocks of 32 diagonals that a warp's ring holds. A tile adds two; five are not settled, because warp w, whose rows
 /// are 32 w further on, adds its part of a block w chunks after the first.
 constexpr std::uint32_t kRing = 8;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kFlexThreads, kBlocksAtOnce)
   FlexQueries<kDim> queries;
   load_queries(queries, item, split.head);
   RowState rows[2][2];
-  const float scale = args.score_scale * kLog2OfE;
+  const float scale = args.score_scale * kLog2E;
   const auto use = [&](const FlexKeys<kDim>& tile, std::uint32_t i) {
     const std::uint32_t first = split.begin + i * kFlexTile;
     const bool hide = has_later_keys(split, first);
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kFlexThreads, kBlocksAtOnce)
   __syncwarp();
   Diagonals diagonals;
   diagonals.clear();
-  const float scale = args.score_scale * kLog2OfE;
+  const float scale = args.score_scale * kLog2E;
   float* const columns = item.columns + split.head * item.lines() + split.begin;
   float* const pieces = item.pieces + (std::uint64_t{split.head} * item.splits + split.index) * item.piece_length();
 
@@ -269,8 +269,7 @@ void launch_flex_scores(const FlexArgs& args, const FlexExtent& extent, const CU
 
 void load_flex_score_kernels() {
   const auto load = [](auto*... kernels) {
-    cudaFuncAttributes attributes{};
-    (check(cudaFuncGetAttributes(&attributes, kernels), "load the score kernels of select_blocks"), ...);
+    (load_kernel(kernels, "load the score kernels of select_blocks"), ...);
   };
   load(flex_shift_kernel);
   for (const DType dtype : {DType::f16, DType::bf16}) {

@@ -3,6 +3,7 @@
 #include "gpu/kernels/prefill/flex_scores_hopper.cuh"
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/load.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -180,8 +181,7 @@ void load_flex_hopper_kernels() {
     for (const std::uint32_t head_dim : {64u, 128u}) {
       const Passes passes = passes_of(dtype, head_dim);
       for (const Pass& pass : {passes.stats, passes.weigh}) {
-        check(cudaFuncSetAttribute(pass.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, pass.shared_bytes),
-              "give the score kernels of select_blocks their shared memory");
+        load_kernel(pass.kernel, "load the score kernels of select_blocks", pass.shared_bytes);
       }
     }
   }

@@ -88,7 +88,7 @@ struct HopperSplit {
   __device__ HopperSplit(const FlexItem& item, const FlexArgs& args)
       : head(blockIdx.x % args.group),
         index(blockIdx.x / args.group),
-        scale(args.score_scale * 1.44269504088896340736f) {
+        scale(args.score_scale * kLog2E) {
     if (index >= item.splits) return;
     begin = index * item.split_keys;
     tiles = (min(item.split_keys, item.keys - begin) + kFlexTile - 1) / kFlexTile;

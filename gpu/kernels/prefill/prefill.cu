@@ -1,6 +1,7 @@
 #include "gpu/kernels/prefill/prefill.hpp"
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/prefill/prefill.cuh"
 #include "sluice/units.hpp"
 
@@ -40,10 +41,7 @@ void launch_prefill(const PrefillVariant& variant, const PrefillArgs& args, cons
 
 void load_prefill_kernels() {
   const auto load = [](auto* kernel, int shared_bytes) {
-    cudaFuncAttributes attributes{};
-    check(cudaFuncGetAttributes(&attributes, kernel), "load the prefill kernels");
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-          "give the prefill kernels their shared memory");
+    load_kernel(kernel, "load the prefill kernels", shared_bytes);
   };
   for (const DType dtype : {DType::f16, DType::bf16}) {
     KernelHeadDims::each([&](std::uint32_t head_dim) {

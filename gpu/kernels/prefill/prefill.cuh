@@ -15,8 +15,6 @@
 /// attends reaches earlier rows of the block too.
 namespace sluice::gpu::detail {
 
-inline constexpr float kLog2OfE = 1.44269504088896340736f;
-
 /// A tile of K and of V in shared memory. Piece c (16 bytes) of row r lies at c ^ (r % 8), which keeps the eight rows
 /// of a matrix in different banks. Where rows are an odd number of half such octets long, neighbouring rows are in
 /// different halves anyway, and c ^ (r / 2 % 4) keeps pieces within theirs.
@@ -285,7 +283,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 2) prefill_kernel(const __gri
     }
     if (now * kKeys < tile.full_begin || (now + 1) * kKeys > tile.full_end)
       mask_tile<kKeys>(scores, rows_of_thread(tile, item), tile, now * kKeys, item.first, item.reach);
-    weigh_tile<kKeys>(scores, state, args.score_scale * kLog2OfE);
+    weigh_tile<kKeys>(scores, state, args.score_scale * kLog2E);
     add_tile<T>(state, scores, keys);
     __syncthreads();  // All warps are done with the tile that the next copies overwrite.
     now = next;

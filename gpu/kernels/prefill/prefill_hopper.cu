@@ -2,6 +2,7 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/compiled.hpp"
+#include "gpu/kernels/load.hpp"
 
 namespace sluice::gpu {
 namespace detail {
@@ -188,11 +189,7 @@ bool load_prefill_hopper_kernels() {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const std::uint32_t head_dim : {64u, 128u}) {
       const auto load = [&](auto* kernel, int shared_bytes) {
-        if (!there) return;
-        cudaFuncAttributes attributes{};
-        check(cudaFuncGetAttributes(&attributes, kernel), "load the prefill kernels");
-        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-              "give the prefill kernels their shared memory");
+        if (there) load_kernel(kernel, "load the prefill kernels", shared_bytes);
       };
       for (const bool capped : {false, true}) detail::with_kernel(dtype, head_dim, capped, load);
     }

@@ -25,7 +25,6 @@ inline constexpr int kConsumers = 2;    ///< warpgroups
 inline constexpr int kHopperThreads = (1 + kConsumers) * kWarpgroup;
 inline constexpr std::uint32_t kNoTile = ~0u;
 inline constexpr std::uint32_t kSlabBytes = kTile * kSlabRowBytes;
-inline constexpr float kLog2E = 1.44269504088896340736f;
 
 /// Named barriers: whose turn it is, and that of a warpgroup alone.
 inline constexpr int kTurn = 1;

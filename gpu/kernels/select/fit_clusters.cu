@@ -6,9 +6,9 @@
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
-#include "gpu/device/cuda_error.hpp"
 #include "gpu/head_dims.hpp"
 #include "gpu/kernels/elements.cuh"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/select/choose_clusters.cuh"
@@ -272,14 +272,12 @@ void launch_choose_clusters(const TaskArray<ChooseClustersTask>& tasks, std::uin
 }
 
 void load_fit_clusters_kernels() {
-  cudaFuncAttributes attributes;
   TunedHeadDims::each([&](std::uint32_t head_dim) {
     TunedHeadDims::with(head_dim, [&](auto dim) {
-      check(cudaFuncGetAttributes(&attributes, score_samples_kernel<dim.value>),
-            "load the kernels that sample clusters");
+      load_kernel(score_samples_kernel<dim.value>, "load the kernels that sample clusters");
     });
   });
-  check(cudaFuncGetAttributes(&attributes, fit_clusters_kernel), "load the kernel that fits a curve to clusters");
+  load_kernel(fit_clusters_kernel, "load the kernel that fits a curve to clusters");
 }
 
 void load_choose_clusters_kernels() {

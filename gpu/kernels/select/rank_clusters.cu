@@ -5,8 +5,8 @@
 #include <cub/block/block_radix_sort.cuh>
 #include <cub/block/block_scan.cuh>
 
-#include "gpu/device/cuda_error.hpp"
 #include "gpu/head_dims.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/select/choose_clusters.cuh"
@@ -79,7 +79,7 @@ __device__ void rank(const ChooseClustersTask& task, const HeadMemory& memory, t
   for (std::uint32_t i = 0; i < kItems; ++i) {
     clusters[i] = first + i;
     // What there is not comes last, behind what is no number, whose key is the same.
-    keys[i] = clusters[i] < task.clusters ? ~top_k::order_key(memory.values[clusters[i]]) : ~0u;
+    keys[i] = clusters[i] < task.clusters ? ~order_key(memory.values[clusters[i]]) : ~0u;
   }
   Sort<kItems>(sort).Sort(keys, clusters);
   __syncthreads();
@@ -130,16 +130,12 @@ void launch_rank_clusters(const TaskArray<ChooseClustersTask>& tasks, std::uint3
 }
 
 void load_rank_clusters_kernels() {
-  cudaFuncAttributes attributes;
   TunedHeadDims::each([&](std::uint32_t head_dim) {
     TunedHeadDims::with(head_dim, [&](auto dim) {
-      check(cudaFuncGetAttributes(&attributes, score_centroids_kernel<dim.value>),
-            "load the kernels that score centroids");
+      load_kernel(score_centroids_kernel<dim.value>, "load the kernels that score centroids");
     });
   });
-  check(cudaFuncGetAttributes(&attributes, rank_clusters_kernel), "load the kernel that ranks clusters");
-  check(cudaFuncSetAttribute(rank_clusters_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(RankStorage)),
-        "give the kernel that ranks clusters shared memory");
+  load_kernel(rank_clusters_kernel, "load the kernel that ranks clusters", sizeof(RankStorage));
 }
 
 }  // namespace sluice::gpu

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "gpu/device/cuda_error.hpp"
 #include "gpu/head_dims.hpp"
 #include "gpu/kernels/elements.cuh"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/select/foresight.cuh"
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
             const std::uint32_t o = __ffs(static_cast<int>(some)) - 1;
             const float score = o < 2 ? (o == 0 ? scores[0] : scores[1]) : (o == 2 ? scores[2] : scores[3]);
             finder.add(staged, f * kTileHeads + lane_head(), lanes_of_head(), (hits >> o & 1) != 0,
-                       {.key = top_k::order_key(score), .token = at + lane_row() + o * kRows}, found[f]);
+                       {.key = order_key(score), .token = at + lane_row() + o * kRows}, found[f]);
           }
         }
       }
@@ -260,8 +260,7 @@ void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uin
 
 void load_score_int4_kernels() {
   const auto load = [](auto* kernel) {
-    cudaFuncAttributes attributes;
-    check(cudaFuncGetAttributes(&attributes, kernel), "load the score_int4 kernels");
+    load_kernel(kernel, "load the score_int4 kernels");
   };
   KernelHeadDims::each([&](std::uint32_t head_dim) {
     KernelHeadDims::with(head_dim, [&](auto dim) {

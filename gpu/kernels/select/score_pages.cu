@@ -1,4 +1,5 @@
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/select/score.cuh"
 
 namespace sluice::gpu {
@@ -137,11 +138,10 @@ void launch_score_pages(const ScorePagesTask* tasks, std::uint32_t count, std::u
 }
 
 void load_score_kernels() {
-  cudaFuncAttributes attributes;
   for (const DType dtype : {DType::bf16, DType::f16}) {
     KernelHeadDims::each([&](std::uint32_t head_dim) {
       for_shape({.dtype = dtype, .head_dim = head_dim}, [&]<DType kType, std::uint32_t kHeadDim>() {
-        check(cudaFuncGetAttributes(&attributes, score_pages_kernel<kType, kHeadDim>), "load a score_pages kernel");
+        load_kernel(score_pages_kernel<kType, kHeadDim>, "load a score_pages kernel");
       });
     });
   }

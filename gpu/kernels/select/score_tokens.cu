@@ -1,4 +1,5 @@
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/select/score.cuh"
 
 namespace sluice::gpu {
@@ -80,11 +81,10 @@ void launch_score_tokens(const TaskArray<TokenRows>& tasks, const ScoreShape& sh
 }
 
 void load_score_tokens_kernels() {
-  cudaFuncAttributes attributes;
   for (const DType dtype : {DType::bf16, DType::f16}) {
     KernelHeadDims::each([&](std::uint32_t head_dim) {
       for_shape({.dtype = dtype, .head_dim = head_dim}, [&]<DType kType, std::uint32_t kHeadDim>() {
-        check(cudaFuncGetAttributes(&attributes, score_tokens_kernel<kType, kHeadDim>), "load a score_tokens kernel");
+        load_kernel(score_tokens_kernel<kType, kHeadDim>, "load a score_tokens kernel");
       });
     });
   }

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/select/top_k.cuh"
 
 namespace sluice::gpu {
@@ -227,11 +228,7 @@ void launch_top_k(const TopKRow* rows, std::uint32_t count, std::uint32_t longes
 }
 
 void load_top_k_kernels() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, top_k_kernel), "load the top_k kernel");
-  check(cudaFuncSetAttribute(top_k_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(largest_shared())),
-        "give the top_k kernel shared memory");
+  load_kernel(top_k_kernel, "load the top_k kernel", largest_shared());
 }
 
 }  // namespace sluice::gpu

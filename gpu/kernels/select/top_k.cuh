@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/select/top_k.hpp"
+#include "sluice/order_key.hpp"
 
 /// What the kernels of top-k have in common.
 namespace sluice::gpu::top_k {
@@ -11,13 +12,6 @@ inline constexpr std::uint32_t kWarp = 32;
 inline constexpr std::uint32_t kThreads = 1024;
 inline constexpr std::uint32_t kWarps = kThreads / kWarp;
 inline constexpr std::uint32_t kAll = 0xffff'ffffu;
-
-/// Unsigned keys in the order of the values: NaN is 0, below -infinity; the two zeros are equal.
-__device__ __forceinline__ std::uint32_t order_key(float value) {
-  const std::uint32_t bits = __float_as_uint(__fadd_rn(value, 0.f));
-  if ((bits & 0x7fff'ffffu) > 0x7f80'0000u) return 0;
-  return (bits >> 31) != 0 ? ~bits : bits | 0x8000'0000u;
-}
 
 __device__ __forceinline__ std::uint32_t inclusive_sum(std::uint32_t value) {
   const std::uint32_t lane = threadIdx.x % kWarp;

@@ -7,6 +7,7 @@
 #include "gpu/kernels/block_cluster.cuh"
 #include "gpu/kernels/cluster_launch.hpp"
 #include "gpu/kernels/compiled.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/select/top_k.cuh"
 #include "sluice/units.hpp"
 
@@ -264,8 +265,7 @@ std::uint32_t load_top_k_cluster_kernels() {
   std::uint32_t longest = held_by(kMostBlocks);
   for (const std::uint32_t held : {8u, 16u, kMostHeld}) {
     with_kernel(held, [&](auto* kernel, std::uint32_t) {
-      cudaFuncAttributes attributes{};
-      check(cudaFuncGetAttributes(&attributes, kernel), "load the top_k kernels for clusters");
+      load_kernel(kernel, "load the top_k kernels for clusters");
       if (longest == 0) return;
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
             "allow the top_k kernels larger clusters");

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/select/top_p.cuh"
 
 namespace sluice::gpu {
@@ -79,7 +80,7 @@ class LongRow {
   }
   /// 0 from the row's end on.
   __device__ __forceinline__ std::uint32_t key_at(std::uint32_t i) const {
-    return is_choice(s_.row, i) ? order_key(__ldg(values_ + i)) : 0;
+    return is_choice(s_.row, i) ? weighed_key(__ldg(values_ + i)) : 0;
   }
   /// The same for all threads, in an order that does not depend on timing; ends with all of them knowing the result.
   template <class Found>
@@ -138,8 +139,7 @@ void launch_top_p(const TopPRow* rows, std::uint32_t count, std::uint32_t longes
 }
 
 std::uint32_t load_top_p_kernels() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, top_p_long_kernel), "load the top_p kernel of long rows");
+  load_kernel(top_p_long_kernel, "load the top_p kernel of long rows");
   return load_top_p_held_kernel();
 }
 

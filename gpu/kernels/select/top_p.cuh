@@ -2,6 +2,7 @@
 
 #include "gpu/kernels/mma.cuh"
 #include "gpu/kernels/select/top_p.hpp"
+#include "sluice/order_key.hpp"
 
 /// What the kernels of top-p share: the order of values, what a pass over a row finds out, and the search. Keys of a
 /// row are those of the values to be chosen from; what is attended anyway, few values as a rule, is read apart.
@@ -12,20 +13,14 @@ inline constexpr std::uint32_t kThreads = 1024;
 inline constexpr std::uint32_t kWarps = kThreads / kWarp;
 static_assert(kWarps == kWarp, "the last step of a reduction has one lane per warp");
 inline constexpr std::uint32_t kAll = 0xffff'ffffu;
-inline constexpr float kLog2E = 1.44269504f;
 
-/// Unsigned keys in the order of the values; 0 for what is never kept. The two zeros are equal.
-__device__ __forceinline__ std::uint32_t order_key(float value) {
-  const std::uint32_t bits = __float_as_uint(__fadd_rn(value, 0.f));
-  if ((bits & 0x7fff'ffffu) > 0x7f80'0000u || bits == 0xff80'0000u) return 0;
-  return (bits >> 31) != 0 ? ~bits : bits | 0x8000'0000u;
-}
+/// Of a key that is not 0, see weighed_key.
 __device__ __forceinline__ float value_of(std::uint32_t key) {
   return __uint_as_float((key >> 31) != 0 ? key ^ 0x8000'0000u : ~key);
 }
 /// Relative to the largest key's. Infinities are equal, though their difference is not 0.
 __device__ __forceinline__ float weight_of(std::uint32_t key, std::uint32_t top) {
-  return key == top ? 1.f : detail::exp2_fast((value_of(key) - value_of(top)) * kLog2E);
+  return key == top ? 1.f : detail::exp2_fast((value_of(key) - value_of(top)) * detail::kLog2E);
 }
 /// The same of values that are soft-capped before they are weighed. Keys order them as they were: where capped ones are
 /// equal, too.
@@ -33,7 +28,7 @@ __device__ __forceinline__ float weight_of(std::uint32_t key, std::uint32_t top,
   if (softcap == 0.f) return weight_of(key, top);
   if (key == 0) return 0.f;
   const float below = detail::tanh_fast(value_of(key) / softcap) - detail::tanh_fast(value_of(top) / softcap);
-  return key == top ? 1.f : detail::exp2_fast(softcap * below * kLog2E);
+  return key == top ? 1.f : detail::exp2_fast(softcap * below * detail::kLog2E);
 }
 
 /// Two bits of the answer a pass: with more pivots passes take longer than they save.
@@ -90,7 +85,7 @@ template <class Row, class Visit>
 __device__ __forceinline__ void for_each_anyway(const Row& row, const TopPRow& task, const Visit& visit) {
   const std::uint32_t anyway = task.count - (task.end - task.begin);
   for (std::uint32_t i = row.thread(); i < anyway; i += row.threads()) {
-    visit(order_key(__ldg(task.values + (i < task.begin ? i : task.end + (i - task.begin)))));
+    visit(weighed_key(__ldg(task.values + (i < task.begin ? i : task.end + (i - task.begin)))));
   }
 }
 
@@ -127,7 +122,7 @@ __device__ inline void divide_by_value(const Interval& in, float light, std::uin
 #pragma unroll
   for (std::uint32_t p = 0; p < kPivots; ++p) {
     const float below = logf(light) * static_cast<float>(kPivots - p) / kPivots;  // Not a number, if `light` is none.
-    pivots[p] = min(max(order_key(top + below), in.low + 1), in.high - 1);
+    pivots[p] = min(max(weighed_key(top + below), in.low + 1), in.high - 1);
   }
 }
 

@@ -61,7 +61,7 @@ class HeldRow {
     for (std::uint32_t i = 0; i < kMostHeld; ++i) {
       if (i >= held_) break;
       const std::uint32_t at = first + i * kThreads;
-      keys_[i] = order_key(is_choice(s.row, at) ? __ldg(s.row.values + at) : __int_as_float(0xff80'0000));
+      keys_[i] = weighed_key(is_choice(s.row, at) ? __ldg(s.row.values + at) : __int_as_float(0xff80'0000));
     }
   }
   [[nodiscard]] __device__ std::uint32_t thread() const { return rank_ * kThreads + threadIdx.x; }

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/transfer/gather.hpp"
 
 namespace sluice::gpu {
@@ -100,8 +101,7 @@ void launch_gather(const Copy* copies, std::uint32_t count, std::uint32_t ctas, 
 }
 
 void load_gather_kernels() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, gather_kernel), "load the gather kernel");
+  load_kernel(gather_kernel, "load the gather kernel");
 }
 
 }  // namespace sluice::gpu

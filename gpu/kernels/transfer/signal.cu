@@ -2,6 +2,7 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/clock.cuh"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/transfer/signal.hpp"
 
 namespace sluice::gpu {
@@ -33,9 +34,8 @@ void launch_signal(std::uint64_t* word, std::uint64_t value, cudaStream_t stream
 }
 
 void load_signal_kernels() {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, delay_kernel), "load the delay kernel");
-  check(cudaFuncGetAttributes(&attributes, signal_kernel), "load the signal kernel");
+  load_kernel(delay_kernel, "load the delay kernel");
+  load_kernel(signal_kernel, "load the signal kernel");
 }
 
 }  // namespace sluice::gpu

@@ -102,9 +102,6 @@ void PolicyLayer::begin() {
 
 PhaseTimes PolicyLayer::step(std::uint32_t step, StepOutput& output) {
   const std::uint32_t page_tokens = batch_.front()->options().layout.page_tokens;
-  std::uint32_t most = 0;
-  for (const SyntheticLayer* each : batch_) most = std::max(most, each->options().tokens + step + 1);
-  const std::vector<std::uint8_t> no_pages(div_up(most, page_tokens), 0);
   const auto seen = [&](std::uint32_t h) { return layer(h).options().tokens + step + 1; };
   PhaseTimes times;
   const auto timed = [&](double& slot, const auto& body) {
@@ -117,8 +114,7 @@ PhaseTimes PolicyLayer::step(std::uint32_t step, StepOutput& output) {
     const std::uint32_t n = seen(h);
     const scheduler::NearSet near{.sink_end = std::min(spec_.near.sink_tokens, n),
                                   .recent_begin = n - std::min(spec_.near.recent_tokens, n),
-                                  .page_tokens = page_tokens,
-                                  .pages = std::span(no_pages).first(div_up(n, page_tokens))};
+                                  .page_tokens = page_tokens};
     Head& head = *heads_[h];
     head.reader.score_us = 0.0;
     head.counters = {};

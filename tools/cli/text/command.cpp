@@ -36,7 +36,8 @@ ExitCode exit_code_of(Errc code) noexcept {
     case Errc::out_of_capacity:
     case Errc::io:
     case Errc::device:
-    case Errc::timeout: return kFailed;
+    case Errc::timeout:
+    case Errc::internal: return kFailed;
   }
   return kFailed;
 }
