@@ -28,6 +28,7 @@ struct NearShared {
     float mass[kAttendWarps][kMostHeads];
   } sums;  ///< of the warps
   AttendSlice slice;  ///< what attend_units reads of it
+  Listed listed;      ///< by the block
 };
 
 /// A block's part of a KV head's near rows. `kDim`: head_dim, of type T.
@@ -74,6 +75,16 @@ class NearPart {
     detail::load_value_rows<kDim, false>(values, s_.slice, rows.row);
     detail::attend_units<T, kDim, 1, false, false, false, false, kAttendWarps>(sum_, s_.slice, s_.q, rows_at, warp,
                                                                                units, rows, keys, values, scales, 0.f);
+  }
+
+  /// They are used, see ForwardMemory::keeps_near. Likewise.
+  __device__ void use(const std::uint32_t* entries, std::uint32_t count) const {
+    if (!m_.keeps_near(work_.row)) return;
+    const auto forward = static_cast<std::uint32_t>(m_.state->forward);
+    for (std::uint32_t i = threadIdx.x; i < count; i += kAttendThreads) {
+      const std::uint32_t entry = entries[i];
+      if ((entry & kNearBit) != 0) m_.near_rows[m_.near_row(work_.plane, entry & ~kNearBit)].used = forward;
+    }
   }
 
   /// The block's result, for its cluster. Warps below kAsker.

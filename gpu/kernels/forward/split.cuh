@@ -25,11 +25,17 @@ __device__ inline Work work_of(const ForwardMemory& m, const ForwardScratch& scr
           .plane = m.plane(layer, blockIdx.y)};
 }
 
-/// The last thread block to get here asks the workers, if any has far rows or a choice for them. Its fence is the only
-/// one across the link, and covers what all thread blocks wrote: one by every warp takes longer than the rest of a
-/// layer. `listed`, without those that are `fetched`, and `choices` are told by one block of a cluster.
-__device__ inline void ask(const ForwardMemory& m, std::uint32_t layer, const Listed& listed, std::uint32_t fetched,
-                    std::uint32_t choices) {
+/// What all thread blocks together have found in a layer.
+struct Arrived {
+  bool last = false;  ///< this block is the last to get here: it asks the workers, if there is anything for them
+  bool wanted = false;
+  std::uint32_t choices = 0;
+};
+
+/// What a cluster has `listed`, without those that are `fetched`, and `choices` are told by one of its blocks. Of each
+/// block one thread, which sees what all blocks wrote if it is the last.
+__device__ inline Arrived arrive(const ForwardMemory& m, const Listed& listed, std::uint32_t fetched,
+                                 std::uint32_t choices) {
   using Sum = cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device>;
   ForwardState& state = *m.state;
   if (listed.near != 0) Sum(state.near_tokens).fetch_add(listed.near, cuda::memory_order_relaxed);
@@ -40,24 +46,32 @@ __device__ inline void ask(const ForwardMemory& m, std::uint32_t layer, const Li
   cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> chosen(state.layer_choices);
   if (listed.far != 0) total.fetch_add(listed.far, cuda::memory_order_relaxed);
   if (choices != 0) chosen.fetch_add(choices, cuda::memory_order_relaxed);
-  if (arrived.fetch_add(1, cuda::memory_order_acq_rel) != gridDim.x * gridDim.y * gridDim.z - 1) return;
-  const std::uint32_t all_choices = chosen.load(cuda::memory_order_relaxed);
-  const bool wanted = total.load(cuda::memory_order_relaxed) != 0 || all_choices != 0;
+  if (arrived.fetch_add(1, cuda::memory_order_acq_rel) != gridDim.x * gridDim.y * gridDim.z - 1) return {};
+  Arrived all{.last = true, .choices = chosen.load(cuda::memory_order_relaxed)};
+  all.wanted = total.load(cuda::memory_order_relaxed) != 0 || all.choices != 0;
   state.layer_far_tokens = state.layer_choices = state.arrived = 0;
-  if (!wanted) return;
+  return all;
+}
+
+/// By one thread, of whose block all have sent what belongs to the question. Its fence covers what all thread blocks
+/// wrote.
+__device__ inline void ask(const ForwardMemory& m, std::uint32_t layer, std::uint32_t choices) {
+  ForwardState& state = *m.state;
   if (m.handover == Handover::stream) m.mailbox->gate.word = ForwardGate::closed(state.asked + 1);
   auto& question = m.mailbox->question;
   question.forward = state.forward;
   question.layer = layer;
   question.drafts = m.drafts;
-  question.choices = all_choices;
+  question.choices = choices;
   question.lists = gridDim.y * gridDim.z;
-  __threadfence_system();
+  // Behind it a release would wait for the link once more.
+  cuda::atomic_thread_fence(cuda::memory_order_release, cuda::thread_scope_system);
   cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system>(question.asked)
-      .store(++state.asked, cuda::memory_order_release);
+      .store(++state.asked, cuda::memory_order_relaxed);
 }
 
-/// What a cluster has listed, told by one thread of each of its blocks, once all of it has been sent.
+/// What a cluster has listed, told by one thread of each of its blocks, once all of it has been sent. The only fence
+/// across the link is the one of who asks: one by every warp takes longer than the rest of a layer.
 __device__ inline void tell(const ForwardMemory& m, std::uint32_t layer, const Work& work, Listed listed) {
   const bool first = detail::cluster_rank() == 0;
   if (!first) listed = {};
@@ -69,7 +83,8 @@ __device__ inline void tell(const ForwardMemory& m, std::uint32_t layer, const W
     if (m.fetches()) m.fetch_heads[work.index] = fetched != 0 ? kAll : 0;
   }
   listed.far -= fetched;
-  ask(m, layer, listed, fetched, first && work.row.list != kNone ? work.row.asks : 0);
+  const Arrived all = arrive(m, listed, fetched, first && work.row.list != kNone ? work.row.asks : 0);
+  if (all.wanted) ask(m, layer, all.choices);
 }
 
 }  // namespace sluice::gpu::forward

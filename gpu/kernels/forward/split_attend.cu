@@ -4,6 +4,7 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/cluster_launch.hpp"
 #include "gpu/kernels/compiled.hpp"
+#include "gpu/kernels/forward/far_list.cuh"
 #include "gpu/kernels/forward/near_part.cuh"
 #include "gpu/kernels/forward/split.cuh"
 #include "gpu/kernels/forward/split.hpp"
@@ -30,8 +31,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const ForwardRow row = m.rows[blockIdx.z].in(layer, m.window);
   const Work work = work_of(m, scratch, row, layer, list_room);
   if (status != ForwardStatus::running) return;
+  const bool asks = threadIdx.x / kWarp == kAsker;
   if (work.row.list == kNone) {
-    if (threadIdx.x == 0) tell(m, layer, work, {});
+    if (asks) tell_and_send(m, scratch.far_rows, layer, work, {});
     return;
   }
   if (detail::cluster_rank() == 0 && threadIdx.x == 0) m.far_windows[work.index] = 0;
@@ -41,32 +43,32 @@ __global__ void __launch_bounds__(kThreads, 1)
   Near near(m, work, near_shared, reinterpret_cast<typename Near::WarpOut*>(memory));
   near.load_queries(score_scale);
   Found found(s.list, reinterpret_cast<std::uint32_t*>(memory), 2 * Choice::memory(room), marks);
-  const Listed listed = list_rows(m, work, s.list, found, part);
-
-  const bool asks = threadIdx.x / kWarp == kAsker;
+  const Listed listed = list_far(m, work, near_shared.listed, found, part);
   if (asks) {
-    detail::cluster_arrive();  // It has no result.
-    if (threadIdx.x % kWarp == 0) tell(m, layer, work, listed);
-    __syncwarp();
+    detail::cluster_arrive_own();  // It has no result.
+    tell_and_send(m, scratch.far_rows, layer, work, listed);
     if (foreseen) learn_foreseen(m, work, foresight, s.choice.foreseen);
+    __syncwarp();
   }
   const bool once = part.count() <= found.turn();  // It is there still.
 #pragma unroll 1
   for (std::uint32_t base = 0; base < part.count(); base += found.turn()) {
     if (!once) found.find(m, work, base);
-    if (!asks) near.attend(found.entries(), found.count());
+    if (!asks) {
+      near.attend(found.entries(), found.count());
+      near.use(found.entries(), found.count());
+    }
     if (!once) __syncthreads();
   }
   if (!asks) {
     near.conclude();
     __syncwarp();
-    detail::cluster_arrive();
+    detail::cluster_arrive_own();
   }
   detail::cluster_wait();
   near.merge(part);
   __syncwarp();
-  detail::cluster_arrive();
-  detail::cluster_wait();  // No block ends whose result another one reads.
+  detail::cluster_sync_own();  // No block ends whose result another one reads.
 }
 
 template <class Use>
