@@ -10,13 +10,10 @@ namespace {
 /// A list is cut evenly, into parts with enough rows to make up for what a part costs, and no more than there is room
 /// for: a thread that gets a small one left over keeps the answer waiting as long as the others do.
 constexpr std::uint32_t kMostRows = 64;  ///< of a part, of lists that are not longer than kMostParts of these
-constexpr std::uint32_t kFewRows = 32;   ///< and of lists so short that few threads would have anything to do
-constexpr std::uint32_t kFewParts = 4;
 constexpr std::uint32_t kMostParts = 32;
 constexpr std::uint32_t kEven = 4;  ///< rows that kernels take at once
 constexpr std::uint32_t part_rows(std::uint32_t count) noexcept {
-  const std::uint32_t rows = count <= kFewParts * kFewRows ? kFewRows : kMostRows;
-  const std::uint64_t parts = std::clamp<std::uint64_t>(div_up(count, rows), 1, kMostParts);
+  const std::uint64_t parts = std::clamp<std::uint64_t>(div_up(count, kMostRows), 1, kMostParts);
   return static_cast<std::uint32_t>(kEven * std::max<std::uint64_t>(div_up(count, parts * kEven), 1));
 }
 /// A policy of the CPU may choose everything.
@@ -25,7 +22,7 @@ std::uint32_t longest_list(const ForwardMemory& memory) noexcept {
 }
 /// Of a list, none of which is longer than `room`.
 constexpr std::uint32_t most_parts(std::uint32_t room) noexcept {
-  return std::clamp(static_cast<std::uint32_t>(div_up(room, kMostRows)), kFewParts, kMostParts);
+  return std::min(kMostParts, static_cast<std::uint32_t>(div_up(room, kMostRows)));
 }
 
 std::vector<ForwardMemory> teams_of(const ForwardMemory& memory) {

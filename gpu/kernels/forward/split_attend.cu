@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (status != ForwardStatus::running) return;
   const bool asks = threadIdx.x / kWarp == kAsker;
   if (work.row.list == kNone) {
-    if (asks) tell_and_send(m, scratch.far_rows, layer, work, {});
+    if (asks && threadIdx.x % kWarp == 0) tell(m, layer, work, {});
     return;
   }
   if (detail::cluster_rank() == 0 && threadIdx.x == 0) m.far_windows[work.index] = 0;
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Listed listed = list_far(m, work, near_shared.listed, found, part);
   if (asks) {
     detail::cluster_arrive_own();  // It has no result.
-    tell_and_send(m, scratch.far_rows, layer, work, listed);
+    if (threadIdx.x % kWarp == 0) tell(m, layer, work, listed);
+    __syncwarp();
     if (foreseen) learn_foreseen(m, work, foresight, s.choice.foreseen);
     __syncwarp();
   }
