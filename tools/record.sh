@@ -16,8 +16,10 @@ RECORD_SWEEP_LENGTH=8192 RECORD_SWEEP_COUNT=4 RECORD_TEXT_LENGTHS="8K 32K" RECOR
 RECORD_NEEDLE_TOKENS=128K RECORD_NEEDLE_STEPS=8
 RECORD_LAYER_LENGTHS="32K 128K" RECORD_LAYER_STEPS=12 RECORD_PREFILL_LENGTHS="2K,8K 16K 32000" RECORD_PREFILL_LAYER=4K,...
 RECORD_CORE_LENGTHS=4K,8K,16K,32K,64K,128K RECORD_PLAN_LENGTHS=4K,16K,64K,128K (1K,4K without a GPU) RECORD_PLAN_LAYERS=32 (4)
-RECORD_PYTHON=python3 (figures of the papers are parts where it has torch, transformers and matplotlib)
-RECORD_FIGURES="--count 2 --steps 24" RECORD_SERVE="--layers 32 --requests 48 --prompt 1500 --answer 64 --batch 48" (smaller without a GPU)
+RECORD_PYTHON=python3 (figures of the papers are parts where it has torch, transformers and matplotlib, models of transformers
+where it has the package, too, and torch a GPU)
+RECORD_FIGURES="--count 2 --steps 24" RECORD_PAIRS=32 RECORD_FLEX_LENGTH=128K (8K without a GPU)
+RECORD_SERVE="--random-weights llama-3.1-8b --kv-size 4G ..." (see the script; a tiny model without a GPU)
 (here with their defaults; lists of words are parts of their own).
 END
 }
@@ -92,6 +94,9 @@ estimates="exact | top_p=0.85 | $always;exact | int4 | top_p=0.85 | $always;exac
 estimates="$estimates;exact | int4 | top_p=0.95 | $always;exact | top_k=128 | $always;exact | int4 | top_k=128 | $always"
 estimates="$estimates;exact | hadamard | top_k=128 | $always;exact | channels=16 | top_k=128 | $always"
 chunks='1024 2048 4096 8192'
+# Tasks whose answers are held against those of dense attention, and near memory of a recall cache, percent.
+paired='kv multi table near_keys turns count long_copy'
+rooms='0 10 20 30 40 60'
 
 core_lengths=${RECORD_CORE_LENGTHS:-4K,8K,16K,32K,64K,128K}
 
@@ -99,12 +104,24 @@ layer_lengths=${RECORD_LAYER_LENGTHS:-32K 128K}
 if [ "$device" = host ]; then
   prefill_lengths=${RECORD_PREFILL_LENGTHS:-2K,8K}
   plan_lengths=${RECORD_PLAN_LENGTHS:-1K,4K} plan_layers=${RECORD_PLAN_LAYERS:-4} plan_short=2K
-  serve=${RECORD_SERVE:---layers 2 --requests 24 --prompt 512 --answer 16 --batch 8}
+  flex_length=${RECORD_FLEX_LENGTH:-8K}
+  serve="--random-weights tiny --threads 2 --kv-size 4M --host-size 12M --prompt 800 --answer 32 --batch 16
+    --prefill-chunk 256 --rates 5,10,20,30,40,60,80 --seconds 6 --tbt-limit 100 --queue-limit 0.5"
 else
   prefill_lengths=${RECORD_PREFILL_LENGTHS:-2K,8K 16K 32000}
   plan_lengths=${RECORD_PLAN_LENGTHS:-4K,16K,64K,128K} plan_layers=${RECORD_PLAN_LAYERS:-32} plan_short=32K
-  serve=${RECORD_SERVE:---layers 32 --requests 48 --prompt 1500 --answer 64 --batch 48 --prefill-chunk 512 --near-size 4G}
+  flex_length=${RECORD_FLEX_LENGTH:-128K}
+  serve="--random-weights llama-3.1-8b --kv-size 4G --host-size 12G --prompt 8K --answer 128 --batch 16
+    --prefill-chunk 1K --rates 0.5,1,1.5,2,2.5,3,4 --seconds 7 --tbt-limit 100 --queue-limit 2"
 fi
+serve=${RECORD_SERVE:-$serve}
+
+. "$root/tools/record_speed.sh"
+. "$root/tools/record_models.sh"
+
+# What parts take with a GPU is at most 7 minutes by what they were split by, none newly timed: tasks-*-short is 224 answers of 14 policies. By that
+# paired-* (128 answers) takes 4 minutes, more of long_copy, whose answers have hundreds of bytes; dtype-* (192) 6; question-seen (16 for each of
+# 8 policies) 4; recall-* and psa-* under 1; flex-* a half each, as prefill-layer-* has longer prompts. Others: record_speed.sh, record_models.sh.
 
 # One name a line, in the order in which tables show them. A name is also that of the part's file.
 parts() {
@@ -123,14 +140,22 @@ parts() {
   for size in $chunks; do echo "prefill-chunk-$size"; done
   # Query blocks do not choose together on a GPU.
   [ "$device" != host ] || for way in row chunk; do echo "prefill-by-$way"; done
+  for gammas in low high; do echo "flex-gamma-$gammas"; done
+  for budget in 128 1024 2048; do echo "flex-budget-$budget"; done
+  for tau in 0 0.1 0.2 0.3; do echo "flex-tau-$tau"; done
   for task in niah multikey kv; do echo "later-$task"; done
+  echo question-seen
+  for task in $paired; do echo "paired-$task"; done
+  for type in bf16 fp8_e4m3; do echo "dtype-$type"; done
+  for room in $rooms; do echo "recall-$room"; done
+  for placement in hybrid stream; do echo "psa-$placement"; done
   echo history
   echo tactic
   echo estimates
   for length in ${RECORD_TEXT_LENGTHS:-8K 32K}; do echo "text-$length"; done
   for what in together apart alpha bypass; do echo "core-$what"; done
-  echo plan
-  echo serve
+  speed_parts
+  models_parts
   if draws; then
     for figure in pages tokens recall heads blocks sparse bits codes; do echo "figure-$figure"; done
   fi
@@ -141,34 +166,6 @@ python=${RECORD_PYTHON:-python3}
 draws() {
   "$python" -c 'import importlib.util as util, sys
 sys.exit(any(util.find_spec(name) is None for name in ("torch", "transformers", "matplotlib")))' 2>/dev/null
-}
-
-# core NAME LENGTHS POLICIES [option...]: attention of one layer on one core.
-core() {
-  name=$1 lengths=$2 named=$3
-  shift 3
-  "$sluice" bench cpu --threads 1 --sections attention --steps 12 --length "$lengths" --policies "$named" "$@" \
-    -o json --output "$out/$name.json"
-}
-
-# The machine as it is measured, configurations that are timed on it, and what the plan makes of each.
-plan() {
-  timed() {
-    name=$1
-    shift
-    "$sluice" bench gpu --device "$device" --sections attention --steps 12 --warm-up 64 "$@" \
-      -o json --output "$out/plan-$name.json"
-  }
-  "$sluice" doctor --machine "$out/plan-machine.json" >/dev/null
-  timed length --policies sluice --length "$plan_lengths" --layers "$plan_layers"
-  timed rows --policies sluice --length "$plan_short" --rows 4,8 --layers 8
-  timed policies --policies "quest;sluice | far=max(4096, 0.5%)" --placements hybrid,stream --length "$plan_short" \
-    --layers "$plan_layers"
-  timed fp8 --policies sluice --length "$plan_short" --kv-dtype fp8_e4m3 --layers 8
-  "$sluice" plan --machine "$out/plan-machine.json" --measured "$out/plan-length.json" "$out/plan-rows.json" \
-    "$out/plan-policies.json" "$out/plan-fp8.json" -o json --output "$out/plan.json"
-  "$sluice" plan --machine "$out/plan-machine.json" --length 4K,8K,16K,32K,64K,128K,256K,512K \
-    --policies "sluice;quest;twilight;lfps" --plot "$out/plan.svg" >"$out/plan.txt"
 }
 
 # eval_tasks NAME TASKS LENGTHS COUNT AUDIT POLICIES [option...]
@@ -185,6 +182,13 @@ by_query_blocks() {
   shift
   eval_tasks "$name" niah,kv "$sweep_length" "$count" 0 full --tau 1 --min-budget 128 \
     --prefill flexprefill@0.7,flexprefill@0.9,flexprefill@0.95 "$@"
+}
+
+# flex NAME [option...]: FlexPrefill on one layer of a prompt.
+flex() {
+  name=$1
+  shift
+  "$sluice" bench prefill --device "$device" --length "$flex_length" --repeat 1 "$@" -o json --output "$out/$name.json"
 }
 
 measure() {
@@ -231,6 +235,18 @@ measure() {
       eval_tasks "$1" "" "$short" "${RECORD_TEXTS:-4}" 8 "${RECORD_POLICIES:-$reading}" --text "$out/text.txt" \
         --text-lengths "$rest" --text-tokens "${RECORD_TEXT_TOKENS:-257}"
       ;;
+    flex-gamma-low) flex "$1" --structures vertical_slash,query_aware --gammas 0.7,0.8,0.85 ;;
+    flex-gamma-high) flex "$1" --structures vertical_slash,query_aware --gammas 0.9,0.95,0.97 ;;
+    flex-budget-*) flex "$1" --structures vertical_slash --gammas 0.9 --min-budget "${rest#budget-}" ;;
+    flex-tau-*) flex "$1" --structures query_aware --gammas 0.95 --tau "${rest#tau-}" ;;
+    question-seen) eval_tasks "$1" kv "$short" "$count" 8 "$later" --decode-prompt 1 ;;
+    paired-*)
+      eval_tasks "$1" "$rest" "$short" "${RECORD_PAIRS:-32}" 0 "full;sluice" --paired --far 2048 \
+        --far-shape llama-3.1-8b
+      ;;
+    dtype-*) eval_tasks "$1" niah,multikey,kv "$short" "$count" 8 "full;sluice;lfps;topk" --kv-dtype "$rest" ;;
+    recall-*) eval_tasks "$1" niah,kv "$sweep_length" 1 1 "arkvale:dense=0;psa" --placement stream --near "$rest%" ;;
+    psa-*) eval_tasks "$1" kv "${short%%,*}" 4 1 psa --placement "$rest" ;;
     later-*) eval_tasks "$1" "$rest" "$short" "$count" 8 "$later" ;;
     core-together) core "$1" "$core_lengths" "topk;lfps" ;;
     # As LFPS is defined: no query heads that share keys.
@@ -239,7 +255,6 @@ measure() {
     core-bypass)
       core "$1" "${core_lengths%%,*}" "$bypasses" --pattern uniform --sinks 0.5,0.72,0.78,0.83,0.88,0.92,0.97,0.99
       ;;
-    plan) plan ;;
     # What the model's attention is like, with a picture beside.
     figure-*)
       # shellcheck disable=SC2086 # Options.
@@ -247,11 +262,8 @@ measure() {
         ${RECORD_FIGURES:---count 2 --steps 24} --svg "$out/$1.svg" >"$out/$1.json.new"
       mv "$out/$1.json.new" "$out/$1.json"
       ;;
-    serve)
-      # shellcheck disable=SC2086 # Options.
-      "$sluice" bench serve --device "$device" $serve --rates 0,4 --policies "full;topk;arkvale;psa;sluice" \
-        -o json --output "$out/$1.json"
-      ;;
+    model-*) measure_model "$1" ;;
+    *) measure_speed "$1" ;;
   esac
 }
 

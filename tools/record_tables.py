@@ -8,6 +8,9 @@ import json
 import pathlib
 import sys
 
+from record_shown import cell, code, percent, table, thousands, unique
+from record_speed_tables import PRINTERS
+
 
 def load(directory, names):
     """Reports by the name of their part, and what lacks."""
@@ -23,36 +26,9 @@ def load(directory, names):
     return reports, lacking
 
 
-def rows(reports, prefix, table):
-    return [row for name, report in reports.items() if name.startswith(prefix) for row in report["results"].get(table, [])]
-
-
-def cell(value, form="{:.2f}"):
-    return "" if value is None else form.format(value)
-
-
-def percent(value):
-    return cell(value, "{:.1%}")
-
-
-def code(policy):
-    return "`" + policy.replace("|", "\\|") + "`"
-
-
-def table(head, body):
-    print("| " + " | ".join(head) + " |")
-    print("|" + "|".join("---" if i == 0 else "--:" for i in range(len(head))) + "|")
-    for line in body:
-        print("| " + " | ".join(line) + " |")
-    print()
-
-
-def thousands(tokens):
-    return f"{tokens // 1024}K" if tokens >= 1024 else str(tokens)
-
-
-def unique(values):
-    return list(dict.fromkeys(values))
+def rows(reports, prefix, table_name):
+    return [{"part": name, **row} for name, report in reports.items() if name.startswith(prefix)
+            for row in report["results"].get(table_name, [])]
 
 
 def print_tasks(found):
@@ -168,22 +144,6 @@ def print_core(title):
                 cell(r["topk_overlap"]), cell(r["coverage_mean"], "{:.3f}"), cell(r["output_error"], "{:.3f}"),
                 percent(r["bypassed_share"])] for r in found])
     return show
-
-
-def print_plan(found):
-    print("Planned and measured, us per layer\n")
-    table(["policy", "placement", "dtype", "tokens", "rows", "layers", "measured", "planned", "ratio"],
-          [[code(r["policy"]), r["placement"], r["kv_dtype"], str(r["length_tokens"]), str(r["rows"]), str(r["layers"]),
-            cell(r["measured_us"], "{:.1f}"), cell(r["planned_us"], "{:.1f}"), cell(r["ratio"])] for r in found])
-    print(f"{sum(r['within_20_percent'] for r in found)} of {len(found)} within 20%.\n")
-
-
-def print_serve(found):
-    print("Requests as they come, attention alone\n")
-    table(["policy", "rate", "tokens/s", "first token p50, ms", "p99", "between tokens p50, ms", "p99", "preempted"],
-          [[code(r["policy"]), cell(r["rate_per_s"], "{:g}"), cell(r["answer_tokens_per_s"], "{:.1f}"),
-            cell(r["ttft_p50_ms"], "{:.1f}"), cell(r["ttft_p99_ms"], "{:.1f}"), cell(r["tbt_p50_ms"]),
-            cell(r["tbt_p99_ms"]), str(r["preemptions"])] for r in found])
 
 
 def print_chosen_prefill(title):
@@ -302,7 +262,7 @@ def main():
                                ("core-apart", "attention", print_core("One core, no query heads share keys")),
                                ("core-alpha", "attention", print_core("One core, thresholds of LFPS")),
                                ("core-bypass", "attention", print_core("One core, heads with sinks")),
-                               ("plan", "compared", print_plan), ("serve", "serve", print_serve),
+                               *PRINTERS,
                                ("figure-pages", "pages", print_pages), ("figure-tokens", "tokens", print_tokens),
                                ("figure-recall", "recall", print_recall), ("figure-heads", "heads", print_heads),
                                ("figure-blocks", "blocks", print_blocks), ("figure-sparse", "sparse", print_sparse),

@@ -207,10 +207,19 @@ void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) 
     if (row.asks != 0) m.fetch_heads[index] = chosen.heads;
     rows.resize(chosen.count);
     if (m.far_layout.scaled()) scales.resize(chosen.count);
+    std::uint32_t near = 0;
     for (std::uint32_t i = 0; i < chosen.count; ++i) {
       const std::uint32_t at = row.asks != 0 ? m.row_of_entry(entries[i]) : listed[i];
-      rows[i] = m.far_key(plane, at);
+      const std::uint32_t place = row.asks != 0 && m.keeps_chosen() ? m.near_row_of(plane, at) : kNone;
+      rows[i] = place != kNone ? m.near_key(plane, place) : m.far_key(plane, at);
       if (m.far_layout.scaled()) scales[i] = m.far_scales(plane, at);
+      if (place == kNone) continue;
+      ++near;
+      m.near_rows[m.near_row(plane, place)].used = static_cast<std::uint32_t>(m.state->forward);
+    }
+    if (row.asks != 0 && chosen.count != 0) {
+      m.state->near_tokens += near;
+      m.state->fetched_tokens += chosen.count - far - near;  // Of those that it listed the device has told.
     }
     const std::uint64_t first = first_head(m, index);
     kernels_for(kernels, m.far_layout.dtype)

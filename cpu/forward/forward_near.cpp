@@ -109,14 +109,23 @@ void want_windows(const ForwardMemory& m, const ForwardRow& row, const Plane& pl
   }
 }
 
-void want_again(const ForwardMemory& m, std::uint32_t index, const Plane& plane, Forward forward, Wanted& wanted) {
-  const std::uint32_t* const rows = m.far_rows + std::uint64_t{index} * m.list_room();
-  for (std::uint32_t i = 0; i < m.far_listed[index]; ++i) {
-    std::uint32_t& entry = plane.entry(rows[i]);
-    const bool again = entry != 0 && entry != stamp_of(forward) && since(forward, entry) <= kNearAgain;
-    entry = stamp_of(forward);
-    if (again && wanted.again.size() < m.promotions) wanted.again.push_back(rows[i]);
-  }
+void want_again(const ForwardMemory& m, std::uint32_t row, const Plane& plane, Forward forward, Wanted& wanted) {
+  std::uint32_t& entry = plane.entry(row);
+  if ((entry & kNearBit) != 0) return;
+  const bool again = entry != 0 && entry != stamp_of(forward) && since(forward, entry) <= kNearAgain;
+  entry = stamp_of(forward);
+  if (again && wanted.again.size() < m.promotions) wanted.again.push_back(row);
+}
+
+/// Of a list: what the device found far, and what the CPU has chosen for it to fetch.
+void want_list(const ForwardMemory& m, const ForwardRow& row, std::uint32_t index, const Plane& plane, Forward forward,
+               Wanted& wanted) {
+  const std::uint32_t* const listed = m.far_rows + std::uint64_t{index} * m.list_room();
+  for (std::uint32_t i = 0; i < m.far_listed[index]; ++i) want_again(m, listed[i], plane, forward, wanted);
+  if (row.asks == 0 || !m.keeps_chosen()) return;
+  const std::uint32_t* const chosen = m.chosen_rows + index * m.chosen_room();
+  for (std::uint32_t i = 0; i < m.chosen[index].count; ++i)
+    want_again(m, m.row_of_entry(chosen[i]), plane, forward, wanted);
 }
 
 /// Near rows for tokens that come, of prompts or decoded ones, but for the first `skip` of these. Those that have one
@@ -208,9 +217,9 @@ void promote(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer
     for (std::uint32_t r = 0; r < m.bucket.decode_rows; ++r) {
       const std::uint32_t index = r * m.shape.kv_heads + head;
       const ForwardRow row = m.rows[r].in(layer, m.window);
-      if (row.list == kNone || !m.keeps_near(row) || m.far_listed[index] == 0) continue;
+      if (row.list == kNone || !m.keeps_near(row)) continue;
       if (m.far_windows[index] != 0) want_windows(m, row, plane, forward, wanted);
-      want_again(m, index, plane, forward, wanted);
+      want_list(m, row, index, plane, forward, wanted);
     }
     const std::uint32_t acquired = plane.acquire(wanted.always, forward, forward, {kNearPatience, kNearAgain, 0});
     const std::size_t left = std::min<std::size_t>(wanted.again.size(), m.promotions - acquired);

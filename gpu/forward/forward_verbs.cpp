@@ -165,6 +165,14 @@ void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer)
       launch_forward_await(memory, scratch, layer, first / scratch.head_blocks,
                            static_cast<std::uint32_t>(div_up(last, scratch.head_blocks)));
   };
+  if (memory.keeps_chosen()) {
+    for (std::uint32_t done = 0; done < scratch.job_count; done += scratch.fetches_at_once) {
+      const std::uint32_t last = std::min(done + scratch.fetches_at_once, scratch.job_count);
+      await_lists(done, last);
+      launch_forward_attend_chosen(memory, scratch, layer, fetch_variant(memory), done, last);
+    }
+    return;
+  }
   launch_in_turns(memory, scratch, fetch_variant(memory), scratch.jobs + scratch.job_count, scratch.fetch_slices,
                   scratch.fetches_at_once, handle(layer.stream), await_lists);
 }

@@ -217,7 +217,7 @@ struct ForwardState {
   std::uint64_t promoted = 0;          ///< rows brought near so far
   std::uint64_t near_tokens = 0;       ///< attended so far, by all rows that choose, layers and KV heads
   std::uint64_t far_tokens = 0;        ///< likewise, that the CPU was told of
-  std::uint64_t fetched_tokens = 0;    ///< likewise, over the link, by the device that chose them
+  std::uint64_t fetched_tokens = 0;    ///< likewise, over the link, by the device
   std::uint64_t waited_ns = 0;         ///< for answers so far, by the device's clock
   std::uint64_t missed = 0;            ///< choices of query heads so far that candidates did not foretell
 };

@@ -49,8 +49,8 @@ struct ForwardMemory {
   /// Of the far rows of a list that the device chose, those that it attends itself, over the link, of kWholeFetchShare;
   /// the CPU attends the others in place. The list's last ones, see fetched_of.
   std::uint32_t fetch_share = 0;
-  /// Policies may choose on the CPU, and all far rows of such a list are the device's, too, unless they come with
-  /// scores.
+  /// Policies may choose on the CPU, and all rows of such a list are the device's, too, unless they come with scores;
+  /// see keeps_chosen.
   bool fetches_chosen = false;
   std::uint32_t tail_rows = 0;  ///< of `tails`
   /// How long a layer's kernels wait for the far part: not at all unless `handover` is Handover::device.
@@ -144,6 +144,11 @@ struct ForwardMemory {
 
   /// Whether the device attends far rows over the link.
   [[nodiscard]] constexpr bool fetches() const noexcept { return fetch_share != 0; }
+  /// Whether rows that the CPU chooses are attended near where they lie there, and come near like others. Rows with
+  /// scales do not: near ones have another dtype, and those of a list are attended together.
+  [[nodiscard]] constexpr bool keeps_chosen() const noexcept {
+    return fetches_chosen && near_pages != 0 && !far_layout.scaled();
+  }
   /// Whether the CPU may be asked for anything: to attend far rows, or to choose.
   [[nodiscard]] constexpr bool asks() const noexcept { return fetch_share != kWholeFetchShare || tail_rows != 0; }
   /// Of a list of so many far rows that the device chose, how many it attends itself: the last ones.

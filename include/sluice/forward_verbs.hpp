@@ -23,7 +23,8 @@ struct ForwardLayer {
 /// Enqueue and return; nothing is allocated, nothing waits. A forward is `begin`, then for every layer in order
 /// `append`, `prefill` if the bucket has such rows, `attend_whole` if its other rows are whole, and if they choose,
 /// `rank` if some rank pages, `score` and `choose` if some choose tokens, `split`, `attend`, `promote`, `fetch` if the
-/// device fetches, and `merge`; then `end`. One that is audited has `audit` behind `merge`, and `promote` behind that.
+/// device fetches (before `promote` if nobody else attends what is far), and `merge`; then `end`. One that is audited
+/// has `audit` behind `merge`, and `promote` behind that.
 /// One that is traced has a `stamp` before `append` and behind each of these. `apply` comes before it and is not part
 /// of a graph. One that only brings keys and values in is `begin`, `append` for every layer, `end`. Where kernels do
 /// not wait for the CPU there is `await_answer` before the first of `fetch` and `merge` that wants what it says, or
@@ -80,7 +81,8 @@ class ForwardVerbs {
   /// written. Without windows, audits, drafts, and rows with scales.
   virtual void attend_whole(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Brings rows near that were attended far, while their answer is awaited, in every kNearTurn-th forward: those of
-  /// sinks and recent tokens, then those that were attended far before, not longer than kNearAgain forwards ago. They
+  /// sinks and recent tokens, then those that were attended far before, not longer than kNearAgain forwards ago; of
+  /// lists that the CPU chose for only if ForwardMemory::keeps_chosen. They
   /// take places as tokens that come do; the former also of any row that this forward has not attended.
   virtual void promote(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// What comes behind waits until ForwardMailbox::gate is open, which the host sees to in time.
@@ -89,7 +91,8 @@ class ForwardVerbs {
   virtual void signal(const ForwardMemory& memory, std::uint64_t ticket, void* stream) = 0;
   /// Whether what is enqueued on `stream` is being captured instead of run.
   [[nodiscard]] virtual bool capturing(void* stream) const = 0;
-  /// Attends far rows over the link: those that were listed, and what the CPU chooses, which is waited for as in
+  /// Attends far rows over the link: those that were listed, and what the CPU chooses (of which near rows where they
+  /// lie, which then count as attended, if ForwardMemory::keeps_chosen), which is waited for as in
   /// `merge`, a few lists at a time, in their order: they are attended while the CPU chooses for those behind them.
   virtual void fetch(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Waits for the far part, at most answer_ns by the device's clock, and merges. Where it has none to wait, an answer

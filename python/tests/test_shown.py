@@ -26,7 +26,8 @@ LESS = {
              "--text-lengths": "512"},
     "bench cpu": {"--length": "1K", "--steps": "1", "--sections": "attention"},
     "bench prefill": {"--length": "512", "--repeat": "1"},
-    "bench serve": {"--rates": "0", "--requests": "2", "--prompt": "64", "--answer": "4", "--layers": "1"},
+    "bench serve": {"--rates": "50,100", "--requests": "2", "--prompt": "64", "--answer": "4", "--layers": "1",
+                    "--seconds": "0.1"},
     "plan": {}, "doctor": {}, "policies": {}, "manual": {},
 }
 # These are added where they are not shown.

@@ -133,26 +133,25 @@ EngineStats Engine::Impl::stats() const noexcept {
   const std::uint64_t listed = look(outcome.far_tokens);
   const bool streams = options.placement == PlacementMode::stream;
   const std::uint64_t in_place = streams ? choice.kept_tokens() : listed;
-  return {
-      .asked = look(question.asked),
-      .unplanned = look(outcome.unplanned),
-      .near_tokens = look(outcome.near_tokens),
-      .far_tokens = in_place + choice.far_tokens(),
-      .fetched_tokens = look(outcome.fetched_tokens) + listed - std::min(listed, in_place) + choice.fetched_tokens(),
-      .promoted = look(outcome.promoted),
-      .scored = choice.scored(),
-      .estimated = look(counted.estimated),
-      .ranked_pages = look(counted.ranked_pages),
-      .missed = look(outcome.missed),
-      .waited_ns = look(outcome.waited_ns) + look(counted.waited_ns),
-      .answer_ns = far.answer_ns(),
-      .sparse_chunks = look(counted.sparse_chunks),
-      .dense_chunks = look(counted.dense_chunks),
-      .kept_blocks = look(counted.kept_blocks),
-      .causal_blocks = look(counted.causal_blocks),
-      .matched_tokens = look(counted.matched_tokens),
-      .evicted_blocks = known != nullptr ? known->evicted() : 0,
-      .stalls = look(counted.stalls)};
+  return {.asked = look(question.asked),
+          .unplanned = look(outcome.unplanned),
+          .near_tokens = look(outcome.near_tokens),
+          .far_tokens = in_place + choice.far_tokens(),
+          .fetched_tokens = look(outcome.fetched_tokens) + listed - std::min(listed, in_place),
+          .promoted = look(outcome.promoted),
+          .scored = choice.scored(),
+          .estimated = look(counted.estimated),
+          .ranked_pages = look(counted.ranked_pages),
+          .missed = look(outcome.missed),
+          .waited_ns = look(outcome.waited_ns) + look(counted.waited_ns),
+          .answer_ns = far.answer_ns(),
+          .sparse_chunks = look(counted.sparse_chunks),
+          .dense_chunks = look(counted.dense_chunks),
+          .kept_blocks = look(counted.kept_blocks),
+          .causal_blocks = look(counted.causal_blocks),
+          .matched_tokens = look(counted.matched_tokens),
+          .evicted_blocks = known != nullptr ? known->evicted() : 0,
+          .stalls = look(counted.stalls)};
 }
 
 Engine::Engine(const EngineOptions& options, std::shared_ptr<Device> device)

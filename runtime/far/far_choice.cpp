@@ -132,7 +132,7 @@ std::uint32_t FarChoice::choose(const FarQuestion& question, std::uint32_t item)
   }
   chosen.asked = question.asked;
   const bool fetched = memory_.fetches_chosen && hand_over(list, chosen);
-  (fetched ? fetched_ : far_tokens_).fetch_add(chosen.selected.attended(), std::memory_order_relaxed);
+  if (!fetched) far_tokens_.fetch_add(chosen.selected.attended(), std::memory_order_relaxed);
   const auto count = static_cast<std::uint32_t>(chosen.rows.size());
   std::atomic_ref(memory_.far_counts[list]).store(count, std::memory_order_relaxed);
   if (count != 0) return list;  // Whoever attends it completes it.

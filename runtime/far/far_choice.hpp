@@ -105,8 +105,6 @@ class FarChoice {
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
   /// That were chosen, and that the CPU attends.
   [[nodiscard]] std::uint64_t far_tokens() const noexcept { return far_tokens_.load(std::memory_order_relaxed); }
-  /// That were chosen, and that the device fetches.
-  [[nodiscard]] std::uint64_t fetched_tokens() const noexcept { return fetched_.load(std::memory_order_relaxed); }
   /// Tokens that the device has listed as far, would fetch, and leaves to the CPU.
   [[nodiscard]] std::uint64_t kept_tokens() const noexcept { return kept_.load(std::memory_order_relaxed); }
   [[nodiscard]] std::uint64_t scored() const noexcept { return scored_.load(std::memory_order_relaxed); }
@@ -158,7 +156,6 @@ class FarChoice {
   SharedCalls calls_;                     ///< likewise
   std::atomic<bool> used_{false};         ///< there has been a row
   std::atomic<std::uint64_t> far_tokens_{0};
-  std::atomic<std::uint64_t> fetched_{0};
   std::atomic<std::uint64_t> kept_{0};
   std::atomic<std::uint64_t> scored_{0};
   std::mutex mutex_;  ///< of `rows_` but where a question stands, and of what follows

@@ -10,11 +10,23 @@ double rate_of(Lane lane, const LaneRates& rates) noexcept {
   return lane == Lane::device ? rates.device_gbps : lane == Lane::link ? rates.link_gbps : rates.cpu_gbps;
 }
 
+/// What the item's stage takes where it was measured, on its own lane.
+std::optional<double> measured_us(const WorkItem& item, const LaneRates& rates) noexcept {
+  const auto stage = static_cast<std::size_t>(item.stage);
+  if (lane_of(item.stage) != item.lane || !rates.stages[stage]) return std::nullopt;
+  const auto takes = [&](const StageCost& cost) {
+    return cost.fixed_us + static_cast<double>(item.bytes()) / (cost.share * rate_of(item.lane, rates) * kBytesPerUs);
+  };
+  const double one = takes(*rates.stages[stage]);
+  if (rates.batch_rows < 2 || !rates.batch[stage] || item.rows < 2) return one;
+  // Thread blocks are added with each sequence.
+  const double part = std::min(1.0, (item.rows - 1.0) / (rates.batch_rows - 1.0));
+  return one + part * (takes(*rates.batch[stage]) - one);
+}
+
 double duration_us(const WorkItem& item, std::span<const WorkItem> items, const LaneRates& rates) noexcept {
   const auto bytes = static_cast<double>(item.bytes());
-  const std::optional<StageCost>& cost = rates.stages[static_cast<std::size_t>(item.stage)];
-  if (cost && lane_of(item.stage) == item.lane)
-    return cost->fixed_us + bytes / (cost->share * rate_of(item.lane, rates) * kBytesPerUs);
+  if (const auto measured = measured_us(item, rates)) return *measured;
   if (item.lane == Lane::device) return rates.launch_us + bytes / (rates.device_gbps * kBytesPerUs);
   if (item.lane == Lane::link) return rates.launch_us + bytes / (rates.link_gbps * kBytesPerUs);
   const bool handed_over =

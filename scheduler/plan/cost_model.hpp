@@ -19,6 +19,9 @@ struct StageCost {
   friend constexpr bool operator==(const StageCost&, const StageCost&) = default;
 };
 
+/// By stage; what has none is not known.
+using StageCosts = std::array<std::optional<StageCost>, kStages>;
+
 /// How fast the lanes of a machine are. 1 GB = 1e9 bytes.
 struct LaneRates {
   double device_gbps = 0.0;  ///< attention over rows in device memory
@@ -31,10 +34,18 @@ struct LaneRates {
   double forward_us = 0.0;   ///< of a forward beside its layers: planning it, and learning that it has ended
   /// Of the lane that a stage spends its time on; where there is none, bytes take what the lane's rate says, and
   /// launch_us or hand_over_us come on top.
-  std::array<std::optional<StageCost>, kStages> stages{};
+  StageCosts stages{};
+  /// The same of forwards of so many sequences or more; 0: none was measured, and `stages` hold for them. A kernel
+  /// gives each list of a KV head the thread blocks that fill the device, a few for one sequence's; so what does not
+  /// grow with the bytes grows with the sequences until it is full, and no further, and bytes move faster than for one.
+  std::uint32_t batch_rows = 0;
+  StageCosts batch{};
 
   [[nodiscard]] constexpr std::optional<StageCost>& stage(Stage which) noexcept {
     return stages[static_cast<std::size_t>(which)];
+  }
+  [[nodiscard]] constexpr std::optional<StageCost>& batch_stage(Stage which) noexcept {
+    return batch[static_cast<std::size_t>(which)];
   }
 };
 

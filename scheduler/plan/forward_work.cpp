@@ -105,14 +105,14 @@ class WorkList {
       near_ = rounded(shares_.near * tokens_.attended);
       elsewhere_ = rounded(tokens_.attended) - std::min(near_, rounded(tokens_.attended));
       fetched_ = streams() ? elsewhere_ : std::min(elsewhere_, cut_of(place_, rows_, shares_, layer_));
-      for (const Stage stage : stages_of(place_.bucket, place_.promotes, fetches())) add(stage);
+      for (const Stage stage : stages_of(place_.bucket, place_.promotes, fetch_share())) add(stage);
     }
     return std::move(items_);
   }
 
  private:
   [[nodiscard]] bool streams() const noexcept { return place_.placement == PlacementMode::stream; }
-  [[nodiscard]] bool fetches() const noexcept { return streams() || place_.fetch_share != 0; }
+  [[nodiscard]] std::uint32_t fetch_share() const noexcept { return streams() ? kWholeFetchShare : place_.fetch_share; }
   /// Of a token's key and value.
   [[nodiscard]] std::uint64_t near_bytes() const noexcept { return 2 * place_.layout.near().row_bytes(); }
   [[nodiscard]] std::uint64_t far_bytes() const noexcept {
@@ -158,8 +158,9 @@ class WorkList {
     }
     if (stage == Stage::promote) {
       put(stage, Lane::link, tokens_.choosing, far_bytes() * planes(shares_.promoted));
-      // Rows come near in the launch of `merge`: what comes behind that waits for both.
-      if (!place_.bucket.audit) beside_ = std::exchange(added_, {});
+      // Rows come near in the launch of `merge`, unless the link is the device's alone: what comes behind that waits
+      // for both.
+      if (!place_.bucket.audit && fetch_share() != kWholeFetchShare) beside_ = std::exchange(added_, {});
     }
     // Who needs an answer waits for it, the others go on with what is enqueued.
     if (stage == Stage::fetch) {
@@ -256,7 +257,7 @@ class WorkList {
 
 }  // namespace
 
-StageList stages_of(const Bucket& bucket, bool promotes, bool fetches) noexcept {
+StageList stages_of(const Bucket& bucket, bool promotes, std::uint32_t fetch_share) noexcept {
   StageList stages;
   stages.add(Stage::append);
   if (bucket.prefills != 0) stages.add(Stage::prefill);
@@ -272,9 +273,12 @@ StageList stages_of(const Bucket& bucket, bool promotes, bool fetches) noexcept 
   }
   stages.add(Stage::split);
   stages.add(Stage::attend);
-  // Promotions hide behind the wait of `merge`, unless what lies near is to be written down first.
-  if (promotes && !bucket.audit) stages.add(Stage::promote);
-  if (fetches) stages.add(Stage::fetch);
+  // Promotions hide behind the wait of `merge`, unless what lies near is to be written down first. Where only the
+  // device attends what is far, nothing is awaited behind `fetch`, which alone knows what the CPU has chosen.
+  const bool whole = fetch_share == kWholeFetchShare;
+  if (promotes && !bucket.audit && !whole) stages.add(Stage::promote);
+  if (fetch_share != 0) stages.add(Stage::fetch);
+  if (promotes && !bucket.audit && whole) stages.add(Stage::promote);
   stages.add(Stage::merge);
   if (bucket.audit) stages.add(Stage::audit);
   if (promotes && bucket.audit) stages.add(Stage::promote);

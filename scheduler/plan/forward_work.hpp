@@ -41,8 +41,9 @@ class StageList {
   std::size_t size_ = 0;
 };
 
-/// The verbs of a layer in the order in which they are enqueued.
-[[nodiscard]] StageList stages_of(const Bucket& bucket, bool promotes, bool fetches) noexcept;
+/// The verbs of a layer in the order in which they are enqueued. `fetch_share`: of far rows that the device attends,
+/// see ForwardMemory.
+[[nodiscard]] StageList stages_of(const Bucket& bucket, bool promotes, std::uint32_t fetch_share) noexcept;
 
 /// What depends on queries and on the cache, not on the plan. By default as if the cache were empty and no two query
 /// heads of a group chose the same token.
@@ -87,8 +88,8 @@ struct WorkShares {
 /// that is fetched: by the CPU, or over the link. (MagicPIG's are always attended by the CPU.) Chunks that choose
 /// blocks count as if they were dense; arithmetic is not counted, so that a chunk of a prompt takes longer than its
 /// bytes. An item waits for those of the stage that is enqueued before it, but `merge` not for `promote`, which runs in
-/// its launch; what the CPU does waits for `split`, and who waits for the CPU for that. Stages without rows have no
-/// items. What a model does between layers is not among them.
+/// its launch unless the device attends all that is far; what the CPU does waits for `split`, and who waits for the CPU
+/// for that. Stages without rows have no items. What a model does between layers is not among them.
 [[nodiscard]] std::vector<WorkItem> forward_work(const WorkPlace& place, std::span<const ForwardRow> rows,
                                                  std::span<const ForwardChunk> chunks, const WorkShares& shares);
 

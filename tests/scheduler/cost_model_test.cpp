@@ -93,3 +93,22 @@ TEST_CASE("a stage whose kernel was measured costs that, on its own lane alone",
   REQUIRE(times[1].end_us == Approx(2.0));
   REQUIRE(times[2].end_us == Approx(6.0 + 11.0));
 }
+
+TEST_CASE("a batch costs what one took, and sequences in between their share of that", "[plan]") {
+  LaneRates rates = kRates;
+  rates.stage(Stage::split) = {.fixed_us = 4.0, .share = 0.5};
+  rates.stage(Stage::score) = {.fixed_us = 5.0};
+  rates.batch_rows = 5;
+  rates.batch_stage(Stage::split) = {.fixed_us = 16.0, .share = 1.0};
+  const auto takes = [&](Stage stage, std::uint32_t rows) {
+    const WorkItem item{.stage = stage, .lane = Lane::device, .rows = rows, .read = 20'000};
+    return estimate({&item, 1}, rates)[0].end_us;
+  };
+  REQUIRE(takes(Stage::split, 1) == Approx(4.0 + 4.0));
+  REQUIRE(takes(Stage::split, 2) == Approx(0.75 * 8.0 + 0.25 * 18.0));
+  REQUIRE(takes(Stage::split, 5) == Approx(16.0 + 2.0));
+  REQUIRE(takes(Stage::split, 32) == Approx(16.0 + 2.0));
+  REQUIRE(takes(Stage::score, 5) == Approx(takes(Stage::score, 1)));  // No batch was measured of that.
+  rates.batch_rows = 0;
+  REQUIRE(takes(Stage::split, 5) == Approx(8.0));
+}

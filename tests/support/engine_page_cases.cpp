@@ -90,6 +90,65 @@ TEST_CASE("pages that are fetched again and again come near, and what is attende
   REQUIRE(10 * last < first);
 }
 
+TEST_CASE("what the CPU chooses again and again comes near, and what is chosen stays the same", "[engine]") {
+  constexpr std::uint32_t kPrompt = 243, kTokens = 283;
+  const EngineRig rig = engine_rig();
+  Story story(kShape, kTokens, 103);
+  story.repeat_query();  // The same is chosen in every step.
+  if (rig.kv_dtype != DType::f32) story.round_queries();
+  const PolicySpec policy = parse_policy(GENERATE("psa | page=16", "exact | top_k=40 | near=0,sinks=4,recent=16"));
+  CAPTURE(policy.name);
+  struct Step {
+    std::vector<float> out;
+    std::uint64_t near, fetched;
+  };
+  // With room for so many pages; a second sequence shares the prompt, and both go on in one batch.
+  const auto decoded = [&](std::uint32_t near) {
+    EngineOptions options = paged_options(rig, 2, near, policy.pages.digest);
+    options.placement = PlacementMode::stream;
+    options.largest.audit = true;
+    Engine engine(options, rig.device);
+    Teller teller{.story = &story, .id = engine.begin(policy)};
+    prefill(engine, rig, teller, kPrompt);
+    Teller other{.story = &story, .id = engine.fork(teller.id, kPrompt), .at = kPrompt};
+    // Others' prompts take the places of the first, and leave them empty.
+    std::vector<Teller> passing;
+    for (int i = 0; i < 3; ++i) {
+      passing.push_back({.story = &story, .id = engine.begin(policy)});
+      prefill(engine, rig, passing.back(), kPrompt);
+    }
+    for (const Teller& each : passing) engine.end(each.id);
+    std::vector<Step> steps;
+    while (teller.at < kTokens) {
+      const EngineStats before = engine.stats();
+      auto out = run(engine, rig, {&teller, &other}, {1, 1}, false);
+      const EngineStats after = engine.stats();
+      REQUIRE(after.far_tokens == 0);
+      REQUIRE(difference(out[0], out[1]) < tolerance(rig));
+      steps.push_back({.out = std::move(out[0]),
+                       .near = after.near_tokens - before.near_tokens,
+                       .fetched = after.fetched_tokens - before.fetched_tokens});
+    }
+    return std::pair(std::move(steps), engine.audit(teller.id));
+  };
+  const auto [bare, chosen] = decoded(0);
+  for (const std::uint32_t near : {5u, 40u}) {  // Less than what is chosen, and room for everything.
+    CAPTURE(near);
+    const auto [cached, audit] = decoded(near);
+    require_same_audit(audit, chosen);
+    for (std::size_t i = 0; i < bare.size(); ++i) {
+      CAPTURE(i);
+      REQUIRE(difference(cached[i].out, bare[i].out) < tolerance(rig));
+      REQUIRE(bare[i].near == 0);
+      REQUIRE(cached[i].near + cached[i].fetched == bare[i].fetched);
+    }
+    // Rows of 8 bits cross the link in every step.
+    if (rig.kv_dtype == DType::fp8_e4m3) continue;
+    REQUIRE(cached.back().fetched < bare.back().fetched);
+    if (near == 40) REQUIRE(20 * cached.back().fetched < cached.front().fetched);
+  }
+}
+
 TEST_CASE("progressive attention stops at the same pages in both placements, however late answers are", "[engine]") {
   constexpr std::uint32_t kPrompt = 243, kTokens = 252;
   const std::uint32_t near = GENERATE(0u, 7u);

@@ -107,8 +107,10 @@ TEST_CASE("what the CPU chooses the device fetches, and it is what the CPU atten
   }
   const EngineStats here = engine.stats();
   const EngineStats there = in_place.stats();
-  REQUIRE(here.near_tokens == there.near_tokens);
-  REQUIRE(here.far_tokens + here.fetched_tokens == there.far_tokens);
+  // Only where the device attends what was chosen does that come near.
+  REQUIRE(here.near_tokens >= there.near_tokens);
+  REQUIRE((near != 0 || here.near_tokens == there.near_tokens));
+  REQUIRE(here.near_tokens + here.far_tokens + here.fetched_tokens == there.near_tokens + there.far_tokens);
   REQUIRE(there.fetched_tokens == 0);
   // Tokens that come with their scores are attended where these are.
   REQUIRE((here.far_tokens == 0) == (policy.name != "magicpig"));

@@ -105,8 +105,8 @@ TEST_CASE("a trace has every stage of every layer, and attention is what it is w
   import_story(untraced, rig, other, 300);
   ForwardTensors tensors(*rig.device, plain::kShape, 1);
   std::vector<Stage> want{Stage::append, Stage::score, Stage::choose, Stage::split, Stage::attend};
-  if (near != 0) want.push_back(Stage::promote);
   if (placement == PlacementMode::stream) want.push_back(Stage::fetch);
+  if (near != 0) want.push_back(Stage::promote);
   want.push_back(Stage::merge);
   const PageLayout far{.head_dim = plain::kShape.head_dim, .dtype = rig.kv_dtype};
   const std::uint64_t token = 2 * far.near().row_bytes();

@@ -103,6 +103,27 @@ TEST_CASE("plan: kernels cost what the machine says") {
           Approx(before + 60.0 + 8.0 * 8192 * 68 / 1000e3).epsilon(0.01));
 }
 
+TEST_CASE("plan: batches cost what the machine says of them, and dense attention of one is one launch") {
+  Planner planner;
+  json on = machine();
+  on["stages"] = {{"score", {{"fixed_us", 50.0}, {"share", 1.0}}}};
+  on["dense"] = {{"fixed_us", 1000.0}, {"share", 1.0}};
+  const std::string flags = "--policies sluice --length 8K --near-hits 1 --layers 4 --rows ";
+  const auto layer_us = [&](const char* rows) {
+    return planner.rows(flags + rows, on)[0].at("layer_us").get<double>();
+  };
+  const double alone = layer_us("1"), together = layer_us("4");
+  on["batch"] = {{"rows", 4}, {"stages", {{"score", {{"fixed_us", 90.0}, {"share", 1.0}}}}}};
+  REQUIRE(layer_us("1") == Approx(alone));
+  REQUIRE(layer_us("4") == Approx(together + 40.0).epsilon(0.001));
+  REQUIRE(layer_us("8") > layer_us("4"));
+  const auto dense_us = [&](const char* rows) {
+    const json row = planner.rows(flags + rows, on)[0];
+    return row.at("speedup_over_dense").get<double>() * row.at("layer_us").get<double>();
+  };
+  REQUIRE(dense_us("4") == Approx(1000.0 + 4 * 8.0 * 8192 * 512 / 1000e3).epsilon(0.001));
+}
+
 TEST_CASE("plan: what the options change") {
   Planner planner;
   const std::string base = "--policies 'exact | int4 | top_p=0.9 | near=0' --length 32K ";
@@ -189,6 +210,9 @@ TEST_CASE("plan: machines that are none are refused with the file and the field"
   refused("stages", {{"score", {{"fixed_us", -1.0}, {"share", 1.0}}}}, "fixed_us");
   refused("stages", {{"score", {{"fixed_us", 1.0}, {"share", 0.0}}}}, "share");
   refused("stages", {{"score", {{"fixed_us", 1.0}}}}, "share");
+  refused("batch", 4, "object");
+  refused("batch", {{"rows", 1}, {"stages", json::object()}}, "rows");
+  refused("batch", {{"rows", 4}, {"stages", {{"think", {{"fixed_us", 1.0}, {"share", 1.0}}}}}}, "think");
   refused("forward_us", "long", "forward_us");
   refused("name", 7, "type");
   json lacking = machine();
@@ -206,6 +230,7 @@ TEST_CASE("doctor writes a machine that plan reads") {
   const json written = json::parse(read_file(path));
   REQUIRE(written.at("cpu_gbps").get<double>() > 0.1);
   REQUIRE(written.at("host_bytes").get<std::uint64_t>() > (1u << 20));
+  REQUIRE(written.at("batch").at("stages").contains("split"));
   const Outcome outcome = sluice::test::sluice("plan -o json --length 8K --machine '" + path + "'");
   REQUIRE(outcome.code == 0);
   REQUIRE(json::parse(outcome.out).at("config").at("machine") == written);

@@ -20,10 +20,13 @@ namespace {
 const std::string kData = sluice::test::test_data();
 
 /// tools/record.sh with everything as small as it may be.
-Outcome record(const std::string& arguments) {
-  return sluice::test::shell("SLUICE='" + sluice::test::cli_path() + "' MODEL='" + kData +
+Outcome record(const std::string& arguments, const std::string& command = sluice::test::cli_path()) {
+  return sluice::test::shell("SLUICE='" + command + "' MODEL='" + kData +
                              "/testbed' RECORD_SHORT=512 RECORD_LONG=600 RECORD_COUNT=1 "
-                             "RECORD_TEXT_LENGTHS=512 RECORD_TEXT_TOKENS=20 RECORD_TEXTS=1 "
+                             "RECORD_TEXT_LENGTHS=512 RECORD_TEXT_TOKENS=20 RECORD_TEXTS=1 RECORD_PAIRS=1 "
+                             "RECORD_SWEEP_LENGTH=512 RECORD_FLEX_LENGTH=512 RECORD_CPU_BATCH=512 "
+                             "RECORD_CPU_RAGGED=2K RECORD_SERVE='--random-weights tiny --kv-size 2M --host-size 4M "
+                             "--prompt 64 --answer 4 --rates 20,40 --seconds 0.2 --tbt-limit 1000' "
                              "RECORD_POLICIES='full;streaming:recent=8' sh '" +
                              kData + "/../../tools/record.sh' " + arguments);
 }
@@ -60,6 +63,89 @@ TEST_CASE("the record is measured in parts and merged from those that there are"
   const std::string svg = read_file(scratch.file("accuracy.svg"));
   CHECK(svg.starts_with("<svg"));
   CHECK(contains(svg, "streaming:recent=8"));
+}
+
+// The command of a machine with a GPU, as far as the parts tell: what it is asked for is done on the CPU, and small.
+const char* const kSmaller = R"(#!/bin/sh
+[ "$1" != link ] || { shift $(($# - 1)); echo '{"host": {"gpu": "none", "cpu": "one"}, "version": "0", "results": {}}' >"$1"; exit; }
+[ "$1 $2" != "bench decode" ] || set -- "$@" --random-weights tiny
+count=$# before=
+while [ $count -gt 0 ]; do
+  word=$1
+  case $before in
+    --device) word=host ;;
+    --length) word=512 ;;
+    --layers | --steps | --warm-up) word=1 ;;
+    --ragged) word=128 ;;
+    --rows) word=2 ;;
+  esac
+  before=$1
+  shift
+  set -- "$@" "$word"
+  count=$((count - 1))
+done
+exec COMMAND "$@"
+)";
+
+TEST_CASE("what the record times, and what it asks of models, are options that the command has", "[cli]") {
+  const TemporaryDirectory scratch, made;
+  std::string wrapper = kSmaller;
+  wrapper.replace(wrapper.find("COMMAND"), 7, "'" + sluice::test::cli_path() + "'");
+  const std::string command = scratch.write("sluice", wrapper);
+  REQUIRE(std::system(("chmod +x '" + command + "'").c_str()) == 0);
+  const std::string directory = "'" + made.file("") + "' cuda ";
+  const std::string list = record("--list cuda").out;
+  std::size_t parts = 0;
+  for (std::size_t at = 0; at < list.size(); at = list.find('\n', at) + 1) {
+    const std::size_t blank = list.find(' ', at);
+    const std::string part = list.substr(blank + 1, list.find('\n', at) - blank - 1);
+    const bool wanted = part.starts_with("decode-") || part.starts_with("cpu-") || part.starts_with("flex-") ||
+                        part.starts_with("paired-k") || part.starts_with("recall-1") || part.starts_with("psa-") ||
+                        part.starts_with("dtype-f") || part == "question-seen" || part == "link" || part == "serve";
+    const bool alike =
+        part.ends_with("-8G") || part.ends_with("-16G") || part.ends_with("0.2") || part.ends_with("0.3");
+    if (!wanted || alike) continue;
+    const Outcome outcome = record(directory + "--part " + part, command);
+    CAPTURE(part, outcome.err);
+    REQUIRE(outcome.code == 0);
+    CHECK(json::parse(read_file(made.file(part + ".json"))).contains("results"));
+    ++parts;
+  }
+  CHECK(parts > 33);
+  if (std::system("python3 -c '' 2>/dev/null") != 0) return;
+  const Outcome merged = record(directory + "--merge", command);
+  CAPTURE(merged.err);
+  REQUIRE(merged.code == 0);
+  for (const char* const title :
+       {"Decoding: one layer, us", "Decoding: whole models", "Requests as they come", "The highest of these rates",
+        "FlexPrefill by gamma", "Answers beside those of dense", "Batches on the CPU", "Other element types"})
+    CHECK(contains(merged.out, title));
+}
+
+TEST_CASE("benchmarks of models are parts where there is a Python for them", "[cli]") {
+  if (std::system("python3 -c '' 2>/dev/null") != 0) {
+    WARN("skipped: python3 makes reports of what they print, and there is none");
+    return;
+  }
+  const TemporaryDirectory scratch, made;
+  const std::string python = scratch.write("python",
+                                           "#!/bin/sh\ncase $1 in -c) exit ;; esac\n[ -f \"$1\" ] || exit 1\n"
+                                           "echo said; shift; echo \"{\\\"asked\\\": \\\"$*\\\"}\"\n");
+  REQUIRE(std::system(("chmod +x '" + python + "'").c_str()) == 0);
+  const auto with_python = [&](const std::string& arguments) {
+    return sluice::test::shell("RECORD_PYTHON='" + python + "' SLUICE='" + sluice::test::cli_path() + "' sh '" + kData +
+                               "/../../tools/record.sh' " + arguments);
+  };
+  CHECK(contains(with_python("--list cuda").out, " model-loop\n"));
+  CHECK_FALSE(contains(with_python("--list host").out, " model-"));
+  const std::string directory = "'" + made.file("") + "' cuda ";
+  const Outcome outcome = with_python(directory + "--part model-generate-128K");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json report = json::parse(read_file(made.file("model-generate-128K.json")));
+  CHECK(contains(report.at("results").at("models").at(0).at("asked").get<std::string>(), "--tokens 128K"));
+  CHECK(made.entries() == 1);
+  CHECK(contains(with_python(directory + "--merge").out, "Models of transformers: generate"));
 }
 
 TEST_CASE("a part that there is not is refused", "[cli]") {

@@ -71,6 +71,114 @@ TEST_CASE("bench serve takes lengths from a file, and preempts where memory is s
   CHECK(near.at("answer_tokens") == all.at("answer_tokens"));
 }
 
+TEST_CASE("bench serve holds dense attention to the device memory that it is given", "[cli]") {
+  // Keys and values of a token, 2 layers and KV heads of 64, take 1 KiB: 256 tokens, and 160 for each request.
+  const TemporaryDirectory scratch;
+  const std::string lengths =
+      "--lengths '" + scratch.write("lengths.csv", "150,10\n") + "' --rates 0 --prefill-chunk 32 ";
+  const json rows = rows_of(lengths + "--kv-size 512K --host-size 960K --policies 'dense;streaming:recent=8'");
+  REQUIRE(rows.size() == 2);
+  const json &dense = rows[0], &streaming = rows[1];
+  CHECK(dense.at("room_tokens") == 512);
+  CHECK(dense.at("largest_batch") == 3);
+  CHECK(dense.at("attended_share") == 1.0);
+  CHECK(dense.at("near_hit_share") > 0.9);
+  CHECK(streaming.at("room_tokens") == 960);
+  CHECK(streaming.at("largest_batch") == 6);
+  CHECK(streaming.at("attended_share") < 0.5);
+  for (const json& row : rows) {
+    CHECK(row.at("answer_tokens") == 60);
+    CHECK(row.at("refused") == 0);
+    CHECK(row.at("unfinished") == 0);
+    CHECK(row.at("held").is_null());
+  }
+  const std::string two = "--lengths '" + scratch.write("two.csv", "150,10\n600,10\n") + "' --rates 0 ";
+  const json refused = rows_of(two + "--kv-size 512K --policies dense")[0];
+  CHECK(refused.at("refused") == 3);
+  CHECK(refused.at("answer_tokens") == 30);
+}
+
+TEST_CASE("bench serve serves a whole model", "[cli]") {
+  const json report = sluice::test::json_of(
+      "bench serve --random-weights tiny --threads 2 --requests 5 --prompt 90 --answer 7 --rates 0 --prefill-chunk 64 "
+      "--policies 'dense;arkvale;psa' --kv-size 1M --structure query_aware");
+  CHECK(report.at("config").at("random_weights") == "tiny");
+  CHECK(report.at("config").at("head_dim") == 64);
+  const json& rows = report.at("results").at("serve");
+  REQUIRE(rows.size() == 3);
+  for (const json& row : rows) {
+    CHECK(row.at("answer_tokens") == rows[0].at("answer_tokens"));
+    CHECK(row.at("computed_prompt_tokens") == row.at("prompt_tokens"));
+    CHECK(row.at("chunk_p50_ms") > 0.0);
+    CHECK(row.at("unfinished") == 0);
+  }
+}
+
+TEST_CASE("bench serve finds the highest rate that holds its limits", "[cli]") {
+  const std::string load = "--prompt 40 --answer 6 --rates 300,100,200 --policies 'full;sluice' ";
+  const json easy = report_of(load + "--tbt-limit 10000 --queue-limit 100 --bisect").at("results");
+  CHECK(easy.at("serve").size() == 4);
+  for (const json& row : easy.at("serve")) CHECK(row.at("held") == true);
+  REQUIRE(easy.at("held").size() == 2);
+  for (const json& row : easy.at("held")) {
+    CHECK(row.at("rate_per_s") == 300.0);
+    CHECK(row.at("speedup_over_first") == 1.0);
+  }
+  const json hard = report_of(load + "--tbt-limit 0.0001 --bisect").at("results");
+  CHECK(hard.at("serve").size() == 4);
+  for (const json& row : hard.at("serve")) {
+    CHECK(row.at("held") == false);
+    CHECK(row.at("answer_tokens") < easy.at("serve")[0].at("answer_tokens"));  // Given up when that was certain.
+    CHECK(row.at("unfinished") > 0);
+  }
+  CHECK(hard.at("held")[0].at("rate_per_s").is_null());
+  CHECK(report_of(load + "--tbt-limit 0.0001").at("results").at("serve").size() == 6);  // Every rate without --bisect.
+  CHECK_FALSE(report_of(load).at("results").contains("held"));
+}
+
+TEST_CASE("bench serve leaves a run when its time is over, and the next one finds nothing of it", "[cli]") {
+  const json rows =
+      rows_of("--prompt 3000 --spread 0 --answer 400 --rates 100,1000,10 --seconds 0.1 --prefill-chunk 64");
+  REQUIRE(rows.size() == 3);
+  for (const json& row : rows) CHECK(row.at("seconds") < 1.0);
+  CHECK(rows[1].at("unfinished") > 0);
+  CHECK(rows[1].at("requests") > 3 * rows[0].at("requests").get<int>());
+  CHECK(rows[2].at("requests") < 5);
+  CHECK(rows[2].at("preemptions") == 0);
+  CHECK(rows[2].at("largest_batch") <= rows[2].at("requests"));
+}
+
+TEST_CASE("a policy that fails does not take the others of bench serve along", "[cli]") {
+  // Two near pages hold a request of psa, whose pages have 32 tokens, and none of others.
+  const std::string few =
+      kServe + "--prompt 40 --spread 0 --answer 4 --rates 0 -o json --policies 'full;psa' --near-pages ";
+  const Outcome one = sluice::test::sluice(few + "2");
+  CAPTURE(one.out, one.err);
+  CHECK(one.code == 1);
+  CHECK(contains(one.err, "full: request 0"));
+  const json rows = json::parse(one.out).at("results").at("serve");
+  REQUIRE(rows.size() == 1);
+  CHECK(rows[0].at("policy") == "psa");
+  CHECK(rows[0].at("unfinished") == 0);
+  const Outcome none = sluice::test::sluice(few + "1");
+  CHECK(none.code == 1);
+  CHECK(none.out.empty());
+}
+
+TEST_CASE("bench serve has the rows that it has finished in its file", "[cli]") {
+  const TemporaryDirectory scratch;
+  const std::string file = scratch.file("rows.json");
+  // The second run waits for its requests for an hour, and is killed.
+  const Outcome outcome = sluice::test::shell("'" + sluice::test::cli_path() + "' " + kServe +
+                                              "--prompt 40 --answer 4 --rates 0,0.001 -o json --output '" + file +
+                                              "' & for i in $(seq 300); do [ ! -s '" + file +
+                                              "' ] || break; sleep 0.1; done; kill -9 $!; wait $!; true");
+  CHECK(outcome.code == 0);
+  const json report = json::parse(sluice::test::read_file(file));
+  REQUIRE(report.at("results").at("serve").size() == 1);
+  CHECK(report.at("results").at("serve")[0].at("unfinished") == 0);
+}
+
 TEST_CASE("bench serve refuses what it cannot serve, by name", "[cli]") {
   struct Case {
     std::string arguments;
@@ -86,6 +194,14 @@ TEST_CASE("bench serve refuses what it cannot serve, by name", "[cli]") {
                         {"--q-heads 7", "q_heads"},
                         {"--host-size 8K", "--host-size", 1},
                         {"--near-pages 1", "near pages", 1},
+                        {"--policies 'dense'", "--kv-size"},
+                        {"--kv-size 4K --policies dense", "--kv-size 4K", 1},
+                        {"--kv-size 4K --policies sluice", "--kv-size 4K", 1},
+                        {"--bisect", "--tbt-limit"},
+                        {"--bisect --tbt-limit 1 --rates 0,1", "--rates"},
+                        {"--structure none", "none"},
+                        {"--random-weights tiny --model x", "--model"},
+                        {"--random-weights none", "none"},
                         {"--lengths '" + scratch.file("none") + "'", "none"},
                         {file("empty", "prompt,answer\n"), "no lengths"},
                         {file("words", "1,2\nprompt,answer\n"), "words, line 2"},

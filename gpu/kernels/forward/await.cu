@@ -49,6 +49,9 @@ __global__ void __launch_bounds__(kThreads)
     const std::uint32_t count = __ldcv(&m.chosen[i].count);
     const std::uint32_t members = __ldcv(&m.chosen[i].members);
     m.fetch_heads[i] = __ldcv(&m.chosen[i].heads);
+    if (count != 0)  // Of those that it listed the device has told.
+      atomicAdd(reinterpret_cast<unsigned long long*>(&m.state->fetched_tokens),
+                static_cast<unsigned long long>(count - m.far_listed[i]));
     for (std::uint32_t b = 0; b < scratch.head_blocks; ++b) {
       AttendJob& job = scratch.jobs[scratch.job_count + i * scratch.head_blocks + b];
       job.lists = m.chosen_rows + i * m.chosen_room();

@@ -108,6 +108,10 @@ void launch_forward_stage(const ForwardMemory& memory, const PrefillStage& stage
 /// scratch.job_count.
 void launch_forward_attend_whole(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,
                                  const AttendVariant& variant, std::uint32_t slices);
+/// What a layer attends of lists that the CPU has chosen, of jobs [first, last), where they lie: ForwardMemory has
+/// keeps_chosen().
+void launch_forward_attend_chosen(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,
+                                  const AttendVariant& variant, std::uint32_t first, std::uint32_t last);
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 /// Whether `split` attends what it finds near, and nothing is left to `attend`.
 [[nodiscard]] bool attends_in_split(const ForwardMemory& memory, const ForwardScratch& scratch);

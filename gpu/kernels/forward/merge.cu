@@ -12,6 +12,7 @@
 namespace sluice::gpu {
 namespace detail {
 void load_forward_append_kernels();
+void load_forward_attend_chosen_kernels();
 void load_forward_attend_whole_kernels();
 void load_forward_await_kernel();
 void load_forward_apply_kernels();
@@ -139,8 +140,8 @@ __global__ void __launch_bounds__(kThreads)
   detail::wait_for_kernel_before();
   const std::uint32_t merges = m.bucket.decode_rows * m.shape.kv_heads;
   if (blockIdx.x < merges) return merge<kTeams>(m, layer);
-  if (m.far_layout.scaled()) return near::promote<true>(m, scratch, layer.layer, blockIdx.x - merges);
-  near::promote<false>(m, scratch, layer.layer, blockIdx.x - merges);
+  if (m.far_layout.scaled()) return near::promote<true, false>(m, scratch, layer.layer, blockIdx.x - merges);
+  near::promote<false, false>(m, scratch, layer.layer, blockIdx.x - merges);
 }
 
 }  // namespace
@@ -156,6 +157,7 @@ void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scr
 
 void load_forward_kernels() {
   detail::load_forward_append_kernels();
+  detail::load_forward_attend_chosen_kernels();
   detail::load_forward_attend_whole_kernels();
   detail::load_forward_await_kernel();
   detail::load_forward_apply_kernels();

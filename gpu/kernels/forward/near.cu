@@ -115,12 +115,12 @@ __global__ void __launch_bounds__(kThreads) acquire_kernel(const __grid_constant
 }
 
 /// Thread block i: KV head i.
-template <bool kScaled>
+template <bool kScaled, bool kChosen>
 __global__ void __launch_bounds__(kThreads)
     promote_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                    std::uint32_t layer) {
   detail::wait_for_kernel_before();
-  promote<kScaled>(m, scratch, layer, blockIdx.x);
+  promote<kScaled, kChosen>(m, scratch, layer, blockIdx.x);
 }
 
 }  // namespace
@@ -131,17 +131,19 @@ void launch_forward_acquire(const ForwardMemory& memory, cudaStream_t stream) {
 }
 
 void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
+  const auto kernel = memory.keeps_chosen()          ? promote_kernel<false, true>
+                      : memory.far_layout.scaled() ? promote_kernel<true, false>
+                                                   : promote_kernel<false, false>;
   OverlappingLaunch(memory.shape.kv_heads, kThreads, 0, static_cast<cudaStream_t>(layer.stream))
-      .run(memory.far_layout.scaled() ? promote_kernel<true> : promote_kernel<false>,
-           "launch the kernel that brings rows near", memory, scratch, layer.layer);
+      .run(kernel, "launch the kernel that brings rows near", memory, scratch, layer.layer);
 }
 
 namespace detail {
 void load_forward_near_kernels() {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, acquire_kernel), "load the kernels of near rows");
-  check(cudaFuncGetAttributes(&attributes, promote_kernel<false>), "load the kernels of near rows");
-  check(cudaFuncGetAttributes(&attributes, promote_kernel<true>), "load the kernels of near rows");
+  for (const auto kernel : {promote_kernel<false, false>, promote_kernel<true, false>, promote_kernel<false, true>})
+    check(cudaFuncGetAttributes(&attributes, kernel), "load the kernels of near rows");
 }
 }  // namespace detail
 

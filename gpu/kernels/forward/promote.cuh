@@ -49,6 +49,34 @@ __device__ inline void want_again(const ForwardMemory& m, const Plane& plane, co
   __syncthreads();  // Another row's list may have the same rows.
 }
 
+/// The same of what the CPU has chosen, some of which may lie near. Each way over the link to its list is long.
+__device__ inline void want_chosen(const ForwardMemory& m, const Plane& plane, std::uint32_t index,
+                                   std::uint32_t forward, Wanted& wanted, std::uint32_t (&ballots)[kWarps]) {
+  constexpr std::uint32_t kAtOnce = 8;
+  const std::uint32_t count = __ldcv(&m.chosen[index].count);
+  const std::uint32_t* const entries = m.chosen_rows + index * m.chosen_room();
+  for (std::uint32_t base = 0; base < count; base += kAtOnce * kThreads) {
+    std::uint32_t rows[kAtOnce];
+    std::uint32_t stamps[kAtOnce];
+#pragma unroll
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) {
+      const std::uint32_t i = base + k * kThreads + threadIdx.x;
+      rows[k] = i < count ? m.row_of_entry(__ldcv(entries + i)) : kNone;
+    }
+#pragma unroll
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) stamps[k] = rows[k] != kNone ? plane.near_of[rows[k]] : kNearBit;
+#pragma unroll
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) {
+      const bool far = (stamps[k] & kNearBit) == 0;
+      const std::uint32_t since = (forward - stamps[k]) & ~kNearBit;
+      const bool again = far && stamps[k] != 0 && stamps[k] != stamp_of(forward) && since <= kNearAgain;
+      if (far) plane.near_of[rows[k]] = stamp_of(forward);
+      if (base + k * kThreads < count && wanted.count < m.promotions) add(wanted, again, rows[k], m.promotions, ballots);
+    }
+  }
+  __syncthreads();  // Another row's list may have the same rows.
+}
+
 __device__ inline void load(const ForwardMemory& m, const Plane& plane, const Wanted& wanted, std::uint32_t acquired) {
   constexpr std::uint32_t kAtOnce = 8;  // Each way over the link is long.
   const auto quads = static_cast<std::uint32_t>(m.layout.row_bytes() / sizeof(uint4));
@@ -106,8 +134,8 @@ __device__ inline void load_scaled(const ForwardMemory& m, const Plane& plane, c
 }
 
 /// What a KV head's thread block does. It reads and writes near rows and what is known of them, which the `merge` of
-/// the layer does not, so that both can run at once.
-template <bool kScaled>
+/// the layer does not, so that both can run at once. `kChosen`: behind `fetch`, which has awaited what the CPU chooses.
+template <bool kScaled, bool kChosen>
 __device__ void promote(const ForwardMemory& m, const ForwardScratch& scratch, std::uint32_t layer,
                         std::uint32_t kv_head) {
   __shared__ std::uint32_t ballots[kWarps];
@@ -130,7 +158,8 @@ __device__ void promote(const ForwardMemory& m, const ForwardScratch& scratch, s
   for (std::uint32_t base = 0; base < m.bucket.decode_rows; base += kThreads) {
     const std::uint32_t r = base + threadIdx.x;
     const ForwardRow mine = r < m.bucket.decode_rows ? m.rows[r].in(layer, m.window) : ForwardRow{};
-    const bool asks = mine.list != kNone && m.keeps_near(mine) && m.far_listed[r * m.shape.kv_heads + kv_head] != 0;
+    const bool keeps = mine.list != kNone && m.keeps_near(mine);
+    const bool asks = keeps && (m.far_listed[r * m.shape.kv_heads + kv_head] != 0 || (kChosen && mine.asks != 0));
     const std::uint32_t ballot = __ballot_sync(kAll, asks);
     __syncthreads();
     if (threadIdx.x % kWarp == 0) with_far[threadIdx.x / kWarp] = ballot;
@@ -142,6 +171,8 @@ __device__ void promote(const ForwardMemory& m, const ForwardScratch& scratch, s
         const std::uint32_t* const rows = scratch.far_rows + std::uint64_t{index} * m.list_room();
         if (m.far_windows[index] != 0) want_windows(m, plane, m.rows[at].in(layer, m.window), forward, always, ballots);
         want_again(m, plane, rows, m.far_listed[index], forward, again, ballots);
+        if (kChosen && m.rows[at].in(layer, m.window).asks != 0)
+          want_chosen(m, plane, index, forward, again, ballots);
       }
     }
   }

@@ -1,36 +1,21 @@
 // `sluice bench serve`: requests that come at random, served by an engine that an Admission decides for.
 #include <algorithm>
+#include <cmath>
 #include <memory>
+#include <optional>
 
 #include "cpu/device/host_device.hpp"
-#include "sluice/admission.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/bench/bench.hpp"
-#include "tools/cli/bench/serve_load.hpp"
-#include "tools/cli/bench/serve_loop.hpp"
+#include "tools/cli/bench/serve_bench.hpp"
 #include "tools/cli/bench/shapes.hpp"
-#include "tools/cli/device_flags.hpp"
-#include "tools/cli/engine_flags.hpp"
+#include "tools/cli/model_source.hpp"
 #include "tools/cli/prefill_flags.hpp"
+#include "tools/cli/text/message.hpp"
 #include "tools/cli/text/values.hpp"
 
 namespace sluice::tools {
 namespace {
-
-struct BenchServeOptions {
-  std::string shape_name = "llama-3.1-8b";
-  AttentionShape shape{.layers = 4, .q_heads = 0, .kv_heads = 0, .head_dim = 0};  ///< zeros: from shape_name
-  std::string policies = "sluice";
-  std::string rates = "1,4";
-  LoadOptions load;
-  std::uint32_t batch = 8;
-  std::uint32_t prefills = 4;
-  double slowdown = 0.0;
-  std::uint64_t watermark_pages = 0, near_pages = 0, near_pages_per_sequence = 0;
-  EngineFlags engine;
-  DeviceFlags device;
-  OutputOptions output;
-};
 
 AttentionShape shape_of(const BenchServeOptions& options) {
   AttentionShape shape = named_shape(options.shape_name, options.shape);
@@ -39,114 +24,55 @@ AttentionShape shape_of(const BenchServeOptions& options) {
   return shape;
 }
 
-std::vector<double> parse_rates(const std::string& text) {
+std::vector<double> parse_rates(const BenchServeOptions& options) {
   std::vector<double> rates;
-  for (const std::string& rate : split_list(text))
+  for (const std::string& rate : split_list(options.rates))
     rates.push_back(parse_number(rate, "--rates", {.least = 0.0, .most = 1e6}));
   if (rates.empty()) throw Error(Errc::invalid_argument, "--rates: the list is empty; name at least one, e.g. 1,4");
+  if (!options.bisect) return rates;
+  if (!options.limits.judge())
+    throw Error(Errc::invalid_argument, "--bisect: nothing is to be held; give --tbt-limit, --queue-limit or both");
+  std::ranges::sort(rates);
+  if (rates.front() == 0.0)
+    throw Error(Errc::invalid_argument,
+                "--rates: 0, all at once, is not the lowest of rates; leave it out of --bisect");
   return rates;
 }
 
-class ServeBench {
- public:
-  ServeBench(const BenchServeOptions& options, const AttentionShape& shape, std::shared_ptr<Device> device)
-      : options_(options),
-        shape_(shape),
-        device_(std::move(device)),
-        load_(make_load(options.load)),
-        queue_(device_->create_stream("caller")),
-        rows_(*device_, shape, options.batch + options.engine.prefill_chunk) {
-    table_ = {.key = "serve",
-              .title = "Requests served as they come, attention alone; rate: requests a second, 0: all at once",
-              .columns = {{"policy", "policy"},
-                          {"rate_per_s", "rate", 2},
-                          {"requests", "requests"},
-                          {"seconds", "seconds", 2},
-                          {"answer_tokens_per_s", "tokens/s", 1},
-                          {"ttft_p50_ms", "TTFT p50 ms", 1},
-                          {"ttft_p99_ms", "TTFT p99", 1},
-                          {"tbt_p50_ms", "TBT p50 ms", 2},
-                          {"tbt_p99_ms", "TBT p99", 2},
-                          {"preemptions", "preempted"},
-                          {"largest_batch", "batch"},
-                          {"forwards", "forwards"},
-                          {"prompt_tokens", "prompts"},
-                          {"computed_prompt_tokens", "computed"},
-                          {"answer_tokens", "answers"}}};
-  }
-
-  void run(const std::string& policy, double rate) {
-    PolicySpec spec = parse_policy(policy);
-    spec.dense_layers = spec.dense_every = 0;  // What is timed is a layer that the policy works in.
-    const EngineOptions sizes = engine_options(spec);
-    AdmissionOptions admission = admission_options(sizes);
-    admission.watermark_pages = options_.watermark_pages;
-    admission.near_pages = options_.near_pages;
-    admission.near_pages_per_sequence = options_.near_pages_per_sequence;
-    admission.slowdown = options_.slowdown;
-    void* const native = queue_->native_handle();
-    ServeLoop loop(sizes, admission, spec, device_, rows_, native != nullptr ? native : queue_.get());
-    const LoadRequest first{.prompt = std::min(load_.front().prompt, 32u), .answer = 2};
-    (void)loop.run({&first, 1}, 0.0);  // Threads and kernels are there from then on.
-    add_row(policy, rate, loop.run(load_, rate));
-  }
-  [[nodiscard]] Table take() { return std::move(table_); }
-
- private:
-  /// Host memory for the `batch` longest requests, unless the user says how much.
-  [[nodiscard]] EngineOptions engine_options(const PolicySpec& policy) const {
-    const std::uint32_t page_tokens = page_tokens_for(policy, options_.engine);
-    std::vector<std::uint32_t> tokens;
-    for (const LoadRequest& request : load_) tokens.push_back(request.prompt + request.answer);
-    std::ranges::sort(tokens, std::greater<>());
-    EngineOptions sizes =
-        sized(options_.engine, shape_, {&policy, 1}, {.page_tokens = page_tokens, .tokens = tokens[0]});
-    const PageLayout layout{.page_tokens = page_tokens, .head_dim = shape_.head_dim, .dtype = sizes.kv_dtype};
-    const std::uint64_t page_bytes = layout.page_bytes() * shape_.layers * shape_.kv_heads;
-    if (options_.engine.host_bytes == 0) {
-      sizes.host_bytes = 0;
-      for (std::size_t i = 0; i < std::min<std::size_t>(options_.batch, tokens.size()); ++i)
-        sizes.host_bytes += div_up(tokens[i], page_tokens) * page_bytes;
-    }
-    sizes.largest.decode_rows = sizes.sequences = options_.batch;
-    sizes.largest.prefill_rows = options_.engine.prefill_chunk;
-    sizes.largest.prefills = options_.prefills;
-    if (sizes.cpu_sequences != 0) sizes.cpu_sequences = options_.batch;
-    if (sizes.cluster_sequences != 0) sizes.cluster_sequences = options_.batch;
-    return sizes;
-  }
-
-  void add_row(const std::string& policy, double rate, const ServeResult& result) {
-    table_.rows.push_back({policy, rate, load_.size(), result.seconds,
-                           static_cast<double>(result.answer_tokens) / result.seconds, percentile(result.first_ms, 0.5),
-                           percentile(result.first_ms, 0.99), percentile(result.between_ms, 0.5),
-                           percentile(result.between_ms, 0.99), result.preempted, result.largest_batch, result.forwards,
-                           result.prompt_tokens, result.computed_tokens, result.answer_tokens});
-  }
-
-  const BenchServeOptions& options_;
-  AttentionShape shape_;
-  std::shared_ptr<Device> device_;
-  std::vector<LoadRequest> load_;
-  std::unique_ptr<Stream> queue_;
-  RandomRows rows_;
-  Table table_;
-};
+/// As many requests as come at the highest rate.
+std::vector<LoadRequest> load_of(const BenchServeOptions& options, const std::vector<double>& rates) {
+  const double seconds = options.limits.seconds;
+  const double most = std::ranges::max(rates);
+  if (seconds == 0.0 || most == 0.0) return make_load(options.load);
+  LoadOptions plenty = options.load;
+  plenty.requests = static_cast<std::uint32_t>(std::min(1e6, std::ceil(2.0 * seconds * most) + 32.0));
+  const std::vector<LoadRequest> load = make_load(plenty);
+  const auto coming = coming_within(load, most, seconds);
+  return {coming.begin(), coming.end()};
+}
 
 Json config_of(const BenchServeOptions& options, const AttentionShape& shape, const Device& device) {
   return {{"shape", options.shape_name},
+          {"model", options.model},
+          {"random_weights", options.random_weights},
+          {"structure", options.structure},
           {"layers", shape.layers},
           {"q_heads", shape.q_heads},
           {"kv_heads", shape.kv_heads},
           {"head_dim", shape.head_dim},
           {"policies", split_policies(options.policies)},
-          {"rates", parse_rates(options.rates)},
+          {"rates", parse_rates(options)},
           {"requests", options.load.requests},
           {"prompt", options.load.prompt},
           {"answer", options.load.answer},
           {"spread", options.load.spread},
           {"lengths", options.load.lengths.empty() ? Json() : Json(options.load.lengths)},
           {"seed", options.load.seed},
+          {"seconds", options.limits.seconds},
+          {"tbt_limit_ms", options.limits.between_ms},
+          {"queue_limit_s", options.limits.queued_s},
+          {"bisect", options.bisect},
+          {"kv_bytes", options.kv_bytes},
           {"batch", options.batch},
           {"prefill_chunk", options.engine.prefill_chunk},
           {"prefills", options.prefills},
@@ -163,33 +89,91 @@ Json config_of(const BenchServeOptions& options, const AttentionShape& shape, co
           {"device", device.info().name}};
 }
 
-int run(BenchServeOptions& options) {
-  const AttentionShape shape = shape_of(options);
-  const std::vector<std::string> policies = split_policies(options.policies);
-  (void)parse_policies(options.policies);
-  const std::vector<double> rates = parse_rates(options.rates);
-  const OutputTarget target(options.output.path);
+std::shared_ptr<Device> device_of(BenchServeOptions& options) {
   std::shared_ptr<Device> device = make_device(options.device);
   advise(options.engine.fetch_share, device.get(), options.engine.threads);
-  if (!device)
-    device = std::make_shared<cpu::HostDevice>(
-        std::make_shared<const cpu::Workers>(cpu::Topology(), cpu::WorkersOptions{.threads = options.engine.threads}));
   choose_chunk(options.engine, device.get(), {});
-  ServeBench bench(options, shape, device);
+  if (device) return device;
+  return std::make_shared<cpu::HostDevice>(
+      std::make_shared<const cpu::Workers>(cpu::Topology(), cpu::WorkersOptions{.threads = options.engine.threads}));
+}
+
+Report report_of(const BenchServeOptions& options, const AttentionShape& shape, const Device& device,
+                 const ServeBench& bench) {
+  return {.command = "bench serve", .config = config_of(options, shape, device), .tables = bench.tables()};
+}
+
+/// One method at every rate, or at those that tell which is the last that holds.
+void run_method(const BenchServeOptions& options, const ServeMethod& method, const std::vector<double>& rates,
+                ServeBench& bench, const std::function<void(double)>& next, const std::function<void()>& row_done) {
+  const auto run_one = [&](double rate) {
+    next(rate);
+    const bool held = bench.run(rate);
+    row_done();
+    return held;
+  };
+  bench.take_method(method);
+  if (options.bisect) {
+    (void)largest_that_holds(rates, run_one);
+  } else {
+    for (const double rate : rates) (void)run_one(rate);
+  }
+  bench.close_method();
+}
+
+/// One that fails does not take the others along; whether none did.
+/// @throws Error if none was measured
+bool run_all(const BenchServeOptions& options, const std::vector<ServeMethod>& methods,
+             const std::vector<double>& rates, ServeBench& bench, const std::function<void()>& row_done) {
   ProgressBar bar("bench");
-  const InterruptScope interrupts;
-  try {
-    for (std::size_t i = 0; i < policies.size() * rates.size(); ++i) {
-      const std::string& policy = policies[i / rates.size()];
-      const double rate = rates[i % rates.size()];
-      bar.update(i, policies.size() * rates.size(), policy + " at " + shortest(rate));
-      bench.run(policy, rate);
+  std::optional<Error> failure;
+  for (std::size_t m = 0; m < methods.size(); ++m) {
+    std::size_t done = m * rates.size();
+    const auto next = [&](double rate) {
+      bar.update(done++, methods.size() * rates.size(), methods[m].name + " at " + shortest(rate));
+    };
+    try {
+      run_method(options, methods[m], rates, bench, next, row_done);
+    } catch (const Error& error) {
+      if (methods.size() == 1) throw;
+      say("error: " + methods[m].name + ": " + error.what());
+      failure = error;
     }
+  }
+  if (failure && bench.tables().front().rows.empty()) throw Error(*failure);
+  return !failure;
+}
+
+int run(BenchServeOptions& options) {
+  const std::vector<ServeMethod> methods = parse_serve_methods(options);
+  const std::vector<double> rates = parse_rates(options);
+  (void)parse_prompt_structure(options.structure);
+  const std::vector<LoadRequest> load = load_of(options, rates);
+  const OutputTarget target(options.output.path);
+  const bool whole = !options.model.empty() || !options.random_weights.empty();
+  std::optional<AttentionShape> shape;
+  if (!whole) shape = shape_of(options);  // Refused before anything is built.
+  const std::shared_ptr<Device> device = device_of(options);
+  std::optional<Model> model;
+  if (whole) {
+    model = load_model(options.model, options.random_weights, options.engine.threads, device);
+    shape = model->config().shape();
+  }
+  ServeBench bench(options, *shape, model ? &*model : nullptr, device, load);
+  bench.check(methods);
+  // What there is if this is ended before its time.
+  const auto row_done = [&] {
+    if (target.is_file() && options.output.format != Format::csv)
+      target.commit(render(report_of(options, *shape, *device, bench), options.output.format));
+  };
+  const InterruptScope interrupts;
+  bool whole_table = true;
+  try {
+    whole_table = run_all(options, methods, rates, bench, row_done);
   } catch (const Interrupted&) {  // The rows that are finished are a result.
   }
-  Report report{.command = "bench serve", .config = config_of(options, shape, *device)};
-  report.tables.push_back(bench.take());
-  return deliver(report, options.output.format, target);
+  const ExitCode code = deliver(report_of(options, *shape, *device, bench), options.output.format, target);
+  return code == kOk && !whole_table ? kFailed : code;
 }
 
 void add_load_flags(CLI::App& command, LoadOptions& load) {
@@ -203,6 +187,38 @@ void add_load_flags(CLI::App& command, LoadOptions& load) {
   add_seed(command, load.seed, "Seed of arrivals and lengths");
 }
 
+void add_model_flags(CLI::App& command, BenchServeOptions& options) {
+  auto* model = command.add_option("--model", options.model, "Hugging Face directory: forwards of a whole model")
+                    ->type_name("DIR");
+  command
+      .add_option("--random-weights", options.random_weights,
+                  "Or a known shape with random weights; --shape and --layers are of attention alone")
+      ->type_name("NAME")
+      ->excludes(model);
+  command
+      .add_option("--structure", options.structure,
+                  "What is attended: vertical_slash, query_aware, or uniform, of which nothing can be left out")
+      ->capture_default_str();
+  add_size(
+      command, "--kv-size", options.kv_bytes,
+      "Device memory for keys and values with all that goes with them, K/M/G allowed: dense serves as many requests "
+      "at a time as fit, of others what is left is near [default: what --near-size says]");
+}
+
+void add_limit_flags(CLI::App& command, BenchServeOptions& options) {
+  ServeLimits& limits = options.limits;
+  add_number(
+      command, "--seconds", limits.seconds,
+      "Requests come for so long, as many as that is at each rate; what has not ended half as long after is left; "
+      "0: --requests, and all of them end",
+      {.most = 1e6});
+  add_number(command, "--tbt-limit", limits.between_ms,
+             "Milliseconds that the 99th percentile of the times between tokens is to hold; 0: any", {.most = 1e6});
+  add_number(command, "--queue-limit", limits.queued_s,
+             "Seconds that the median of the times from arrival to admission is to hold; 0: any", {.most = 1e6});
+  command.add_flag("--bisect", options.bisect, "Only the rates that tell which is the last that holds the limits");
+}
+
 }  // namespace
 
 void add_bench_serve(CLI::App& bench, int& exit_code) {
@@ -212,11 +228,16 @@ void add_bench_serve(CLI::App& bench, int& exit_code) {
   command->add_option("--shape", options->shape_name, "One of " + shape_names())->capture_default_str();
   add_shape_flags(*command, options->shape);
   add_count(*command, "--layers", options->shape.layers, "Layers of a forward", {.least = 1, .most = 256});
-  command->add_option("--policies", options->policies, "Policies to measure; see `sluice eval --help`")
+  add_model_flags(*command, *options);
+  command
+      ->add_option("--policies", options->policies,
+                   "Policies to measure; see `sluice eval --help`. dense: everything attended, and all of it in device "
+                   "memory, see --kv-size")
       ->capture_default_str();
   command->add_option("--rates", options->rates, "Comma list of requests a second, on average; 0: all come at once")
       ->capture_default_str();
   add_load_flags(*command, options->load);
+  add_limit_flags(*command, *options);
   add_count(*command, "--batch", options->batch, "Requests that run at once, at most", {.least = 1, .most = 4096});
   add_count(*command, "--prefills", options->prefills, "Chunks of prompts in a forward, at most",
             {.least = 1, .most = 256});
@@ -234,12 +255,12 @@ void add_bench_serve(CLI::App& bench, int& exit_code) {
   add_output(*command, options->output);
   command->footer(
       "Requests come as a Poisson process and are served first come, first served: rows that decode and chunks of\n"
-      "prompts in one forward. A forward is attention alone, of random queries, keys and values. TTFT: from a "
-      "request's\n"
-      "arrival to its first token, TBT: from one of its tokens to the next. Of the youngest the memory is taken where\n"
-      "--host-size is too small for all that run (preempted); its tokens are computed again (computed). By default "
-      "the\n"
-      "longest requests fit together.");
+      "prompts in one forward. All policies get the same requests; what they attend is synthetic and alike in all\n"
+      "layers, whatever a model computes around it. TTFT: from a request's arrival to its first token, TBT: from one "
+      "of\n"
+      "its tokens to the next. Of the youngest the memory is taken where --host-size, or --kv-size of dense, is too\n"
+      "small for all that run (preempted); its tokens are computed again (computed). By default the longest requests\n"
+      "fit together. A run whose limits cannot be held any more ends at once.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

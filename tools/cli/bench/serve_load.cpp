@@ -48,6 +48,13 @@ std::vector<LoadRequest> make_load(const LoadOptions& options) {
   return load;
 }
 
+std::span<const LoadRequest> coming_within(std::span<const LoadRequest> load, double rate, double seconds) noexcept {
+  if (rate == 0.0 || seconds == 0.0) return load;
+  const auto come = [&](const LoadRequest& request) { return request.arrival < seconds * rate; };
+  const auto end = std::ranges::partition_point(load, come);
+  return load.first(std::max<std::size_t>(1, static_cast<std::size_t>(end - load.begin())));
+}
+
 std::vector<LoadRequest> parse_lengths(std::string_view text, const std::string& name) {
   constexpr CountRange kTokens{.least = 1, .most = 1u << 30};
   std::vector<LoadRequest> requests;

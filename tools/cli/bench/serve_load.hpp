@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -30,6 +31,11 @@ inline constexpr std::uint32_t kLongestLength = 4;
 /// Requests whose gaps are exponential (a Poisson process). The same on every platform.
 /// @throws Error of the file of lengths
 [[nodiscard]] std::vector<LoadRequest> make_load(const LoadOptions& options);
+
+/// The first requests of a load: those that come within `seconds` at `rate` a second, one at least; with 0 seconds, or
+/// all at once (rate 0), the whole load.
+[[nodiscard]] std::span<const LoadRequest> coming_within(std::span<const LoadRequest> load, double rate,
+                                                         double seconds) noexcept;
 
 /// Lines of `prompt,answer` in tokens, each at least 1; a first line of these words and empty lines are skipped.
 /// `name` is the file in messages.

@@ -2,60 +2,47 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <thread>
+#include <utility>
 
 #include "scheduler/plan/forward_rows.hpp"
-#include "tools/cli/bench/device_copies.hpp"
-#include "tools/cli/bench/random_numbers.hpp"
+#include "sluice/error.hpp"
 #include "tools/cli/text/interrupt.hpp"
 
 namespace sluice::tools {
 namespace {
 
-constexpr std::uint64_t kLeastElements = 8u << 20;
 /// So that Ctrl-C is noticed between requests.
 constexpr std::chrono::milliseconds kNap{50};
+/// Of the time in which requests come, what the last ones have to end in.
+constexpr double kGrace = 0.5;
 
-double milliseconds(Clock::duration time) { return std::chrono::duration<double, std::milli>(time).count(); }
+double seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
+double milliseconds(Clock::duration time) { return 1e3 * seconds(time); }
 
 }  // namespace
 
-RandomRows::RandomRows(Device& device, const AttentionShape& shape, std::uint32_t rows) : shape_(shape) {
-  const std::uint64_t most = std::uint64_t{rows} * shape.q_heads * shape.head_dim;
-  elements_ = std::max(kLeastElements, 2 * most);
-  std::vector<std::uint16_t> numbers(elements_);
-  fill_random_bf16(numbers);
-  const auto stream = device.create_stream("bench");
-  pool_ = uploaded(device, *stream, std::as_bytes(std::span(numbers)));
-  out_ = device.allocate(most * sizeof(std::uint16_t));
-}
-
-TensorView RandomRows::rows(std::uint64_t salt, std::uint32_t rows, std::uint32_t heads) const {
-  const std::uint64_t places = (elements_ - std::uint64_t{rows} * heads * shape_.head_dim) / shape_.head_dim;
-  const std::byte* data = pool_->data() + salt * 2'654'435'761u % places * shape_.head_dim * sizeof(std::uint16_t);
-  return dense_view(data, DType::bf16, rows, heads, shape_.head_dim);
-}
-
-MutableTensorView RandomRows::out(std::uint32_t rows) const {
-  return dense_view(out_->data(), DType::bf16, rows, shape_.q_heads, shape_.head_dim);
-}
-
 struct ServeLoop::Request {
   SequenceId sequence{};
-  std::uint32_t tokens = 0;  ///< that it has, those that it was given included
-  std::uint32_t prompt = 0;  ///< of them, those that it was admitted with
-  std::uint32_t done = 0;    ///< that its sequence has
+  std::uint32_t done = 0;  ///< tokens that its sequence has
   Clock::time_point arrived{};
+  std::optional<Clock::time_point> admitted{};
   Clock::time_point newest{};  ///< when it was given its newest token
   bool answered = false;       ///< it was given one
+  bool running = false;
 };
 
 struct ServeLoop::Run {
   std::span<const LoadRequest> load;
   double seconds_per_gap = 0.0;
+  const ServeLimits& limits;
   Clock::time_point start = Clock::now();
   std::size_t come = 0;  ///< of the load
   std::map<RequestId, Request> requests{};
+  std::uint64_t wanted = 0;  ///< times between tokens of the whole load
+  std::uint64_t late = 0;    ///< beyond the limit: of these,
+  std::uint64_t waited = 0;  ///< and of those that were admitted
   ServeResult result{};
 
   [[nodiscard]] Clock::time_point arrival() const {
@@ -65,68 +52,108 @@ struct ServeLoop::Run {
 };
 
 ServeLoop::ServeLoop(const EngineOptions& engine, const AdmissionOptions& admission, const PolicySpec& policy,
-                     std::shared_ptr<Device> device, const RandomRows& rows, void* stream)
-    : engine_(engine, std::move(device)),
+                     const ServeParts& parts)
+    : parts_(parts),
+      engine_(engine, parts.device),
       admission_(admission),
       policy_(policy),
       on_cpu_(scheduler::chooser(policy) == scheduler::Chooser::cpu),
-      rows_(rows),
-      stream_(stream) {}
+      stream_(parts.stream.native_handle() != nullptr ? parts.stream.native_handle() : &parts.stream) {
+  work_.stream = &parts_.stream;
+  work_.timeout = engine_.options().timeout;
+  if (parts_.model != nullptr) reserve();
+}
 
-ServeResult ServeLoop::run(std::span<const LoadRequest> load, double rate) {
-  Run run{.load = load, .seconds_per_gap = rate == 0.0 ? 0.0 : 1.0 / rate};
-  while (run.come < load.size() || !run.requests.empty()) {
+/// A model's buffers grow with the rows that it sees, which waits for the device.
+void ServeLoop::reserve() {
+  const Bucket& largest = engine_.options().largest;
+  const std::uint32_t outputs = largest.decode_rows + largest.prefills;
+  const std::vector<PlacedToken> placed(largest.rows());
+  parts_.model->forward(
+      placed, [](const AttentionCall&) {}, work_);
+  logits_.resize(std::size_t{outputs} * parts_.model->config().vocab_size);
+  parts_.model->logits(
+      work_, std::min(outputs, largest.rows()),
+      std::span(logits_).first(std::size_t{std::min(outputs, largest.rows())} * parts_.model->config().vocab_size));
+}
+
+ServeResult ServeLoop::run(std::span<const LoadRequest> load, double rate, const ServeLimits& limits) {
+  Run run{.load = load, .seconds_per_gap = rate == 0.0 ? 0.0 : 1.0 / rate, .limits = limits};
+  run.result.requests = load.size();
+  for (const LoadRequest& request : load) run.wanted += request.answer - 1;
+  const EngineStats before = engine_.stats();
+  while (!over(run)) {
     stop_if_interrupted();
-    for (; run.come < load.size() && run.arrival() <= Clock::now(); ++run.come) {
-      const RequestId id{run.come};
-      admission_.submit({.id = id,
-                         .prompt_tokens = load[run.come].prompt,
-                         .max_new_tokens = load[run.come].answer,
-                         .on_cpu = on_cpu_});
-      run.requests[id] = {.tokens = load[run.come].prompt, .arrived = run.arrival()};
-      run.result.prompt_tokens += load[run.come].prompt;
-    }
+    submit(run);
     turn(run);
   }
-  run.result.seconds = std::chrono::duration<double>(Clock::now() - run.start).count();
+  run.result.seconds = seconds(Clock::now() - run.start);
+  leave(run);
+  run.result.decoded.stats = since(before, engine_.stats());
   return std::move(run.result);
+}
+
+void ServeLoop::submit(Run& run) {
+  for (; run.come < run.load.size() && run.arrival() <= Clock::now(); ++run.come) {
+    const LoadRequest& next = run.load[run.come];
+    const RequestId id{run.come};
+    run.result.prompt_tokens += next.prompt;
+    try {
+      admission_.submit({.id = id, .prompt_tokens = next.prompt, .max_new_tokens = next.answer, .on_cpu = on_cpu_});
+    } catch (const Error& error) {
+      if (error.code() != Errc::out_of_capacity) throw;
+      if (++run.result.refused == run.load.size() && !run.limits.judge()) throw;
+      run.wanted -= next.answer - 1;
+      continue;
+    }
+    run.requests[id] = {.arrived = run.arrival()};
+  }
+}
+
+bool ServeLoop::over(Run& run) const {
+  if (run.come == run.load.size() && run.requests.empty()) return true;
+  const Clock::time_point now = Clock::now();
+  std::uint64_t waited = run.waited + run.result.refused;
+  for (const auto& [id, request] : run.requests) {
+    const bool waits = !request.admitted && seconds(now - request.arrived) > run.limits.queued_s;
+    waited += waits ? 1 : 0;
+  }
+  run.result.given_up = lost(run.limits, run.load.size(), waited, run.wanted, run.late);
+  return run.result.given_up ||
+         (run.limits.seconds != 0.0 && seconds(now - run.start) >= (1.0 + kGrace) * run.limits.seconds);
 }
 
 void ServeLoop::turn(Run& run) {
   begin(run, admission_.admit());
   const std::vector<TurnItem> items = admission_.next();
   if (items.empty()) {
-    std::this_thread::sleep_until(std::min(run.arrival(), Clock::now() + kNap));
+    const Clock::time_point nap = Clock::now() + kNap;
+    std::this_thread::sleep_until(run.come < run.load.size() ? std::min(run.arrival(), nap) : nap);
     return;
   }
   const Clock::time_point start = Clock::now();
   forward(run, items);
-  const Clock::time_point now = Clock::now();
-  for (const TurnItem& item : items) {
-    Request& request = run.requests[item.request];
-    request.done += item.tokens;
-    run.result.computed_tokens += item.prefill ? item.tokens : 0;
-    if (!item.output) continue;
-    ++request.tokens;
-    auto& times = request.answered ? run.result.between_ms : run.result.first_ms;
-    times.push_back(milliseconds(now - (request.answered ? request.newest : request.arrived)));
-    request.newest = now;
-    request.answered = true;
-    ++run.result.answer_tokens;
-  }
-  for (const RequestId id : admission_.complete(1e-3 * milliseconds(now - start))) {
+  count(run, items, start);
+  for (const RequestId id : admission_.complete(seconds(Clock::now() - start))) {
     engine_.end(run.requests[id].sequence);
     run.requests.erase(id);
   }
 }
 
 void ServeLoop::begin(Run& run, const AdmissionChanges& changes) {
-  for (const RequestId id : changes.preempt) engine_.end(run.requests[id].sequence);
+  for (const RequestId id : changes.preempt) {
+    engine_.end(run.requests[id].sequence);
+    run.requests[id].running = false;
+  }
   for (const RequestId id : changes.admit) {
     Request& request = run.requests[id];
     request.sequence = engine_.begin(policy_);
-    request.prompt = request.tokens;
     request.done = 0;
+    request.running = true;
+    if (request.admitted) continue;
+    request.admitted = Clock::now();
+    run.result.queued_s.push_back(seconds(*request.admitted - request.arrived));
+    run.waited += run.limits.queued_s != 0.0 && run.result.queued_s.back() > run.limits.queued_s ? 1 : 0;
   }
   run.result.preempted += changes.preempt.size();
   run.result.largest_batch = std::max(run.result.largest_batch, admission_.use().running);
@@ -134,23 +161,84 @@ void ServeLoop::begin(Run& run, const AdmissionChanges& changes) {
 
 void ServeLoop::forward(Run& run, const std::vector<TurnItem>& items) {
   Bucket bucket = engine_.options().largest;
-  bucket.decode_rows = bucket.prefill_rows = bucket.prefills = 0;
+  bucket.decode_rows = bucket.prefill_rows = bucket.prefills = bucket.max_tokens = 0;
   std::vector<PlanItem> planned;
+  std::vector<RowSpan> spans;
   for (const TurnItem& item : items) {
     planned.push_back(
         {.sequence = run.requests[item.request].sequence, .tokens = item.tokens, .prefill = item.prefill});
+    spans.push_back({.first = item.first, .count = item.tokens});
     (item.prefill ? bucket.prefill_rows : bucket.decode_rows) += item.tokens;
     bucket.prefills += item.prefill ? 1 : 0;
+    bucket.max_tokens = std::max(bucket.max_tokens, item.first + item.tokens);
   }
-  const AttentionShape& shape = engine_.options().shape;
+  const std::uint32_t page = engine_.options().page_tokens;
+  bucket.max_tokens = static_cast<std::uint32_t>(div_up(bucket.max_tokens, page)) * page;
+  parts_.rows.put(spans, parts_.stream);
+  const auto [q, k, v] = parts_.rows.views();
   const Batch batch = engine_.plan(planned, bucket, stream_);
-  for (LayerId layer{0}; layer.value < shape.layers; ++layer.value, salt_ += 3) {
-    engine_.attend(bucket, layer, rows_.rows(salt_, bucket.rows(), shape.q_heads),
-                   rows_.rows(salt_ + 1, bucket.rows(), shape.kv_heads),
-                   rows_.rows(salt_ + 2, bucket.rows(), shape.kv_heads), rows_.out(bucket.rows()), stream_);
+  if (parts_.model == nullptr) {
+    for (LayerId layer{0}; layer.value < engine_.options().shape.layers; ++layer.value)
+      engine_.attend(bucket, layer, q, k, v, parts_.rows.out(), stream_);
+    return engine_.finish(batch);
   }
+  const auto attend = [&](const AttentionCall& call) {
+    engine_.attend(bucket, call.layer, q, k, v, call.out, stream_);
+    // A model on the CPU goes on with what is there.
+    if (parts_.stream.native_handle() == nullptr) parts_.stream.synchronize(deadline_after(work_.timeout));
+  };
+  run_model(items, attend);
   engine_.finish(batch);
-  ++run.result.forwards;
+  // As many logits as requests want one of: of the last rows, whoever's they are.
+  const auto outputs = static_cast<std::uint32_t>(std::ranges::count_if(items, &TurnItem::output));
+  if (outputs == 0) return;
+  parts_.model->logits(work_, outputs,
+                       std::span(logits_).first(std::size_t{outputs} * parts_.model->config().vocab_size));
+}
+
+void ServeLoop::run_model(const std::vector<TurnItem>& items, const Attend& attend) {
+  std::vector<PlacedToken> placed;
+  for (const TurnItem& item : items) {
+    for (std::uint32_t position = item.first; position < item.first + item.tokens; ++position)
+      placed.push_back({static_cast<int>(position % parts_.model->config().vocab_size), position});
+  }
+  parts_.model->forward(placed, attend, work_);
+}
+
+void ServeLoop::count(Run& run, const std::vector<TurnItem>& items, Clock::time_point start) {
+  const Clock::time_point now = Clock::now();
+  ServeResult& result = run.result;
+  ++result.forwards;
+  (items.back().prefill ? result.chunk_ms : result.decode_ms).push_back(milliseconds(now - start));
+  for (const TurnItem& item : items) {
+    Request& request = run.requests[item.request];
+    request.done += item.tokens;
+    result.computed_tokens += item.prefill ? item.tokens : 0;
+    if (!item.prefill) {
+      ++result.decoded.tokens;
+      result.decoded.dense_tokens += request.done;
+    }
+    if (!item.output) continue;
+    auto& times = request.answered ? result.between_ms : result.first_ms;
+    times.push_back(milliseconds(now - (request.answered ? request.newest : request.arrived)));
+    run.late += request.answered && times.back() > run.limits.between_ms ? 1 : 0;
+    request.newest = now;
+    request.answered = true;
+    ++result.answer_tokens;
+  }
+}
+
+/// So that the next run finds nothing.
+void ServeLoop::leave(Run& run) {
+  const Clock::time_point now = Clock::now();
+  run.result.unfinished = run.requests.size() + run.load.size() - run.come;
+  for (const auto& [id, request] : run.requests) {
+    if (request.running) engine_.end(request.sequence);
+    admission_.end(id);
+    if (request.admitted) continue;
+    ++run.result.waiting;
+    run.result.queued_s.push_back(seconds(now - request.arrived));
+  }
 }
 
 }  // namespace sluice::tools

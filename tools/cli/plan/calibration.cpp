@@ -27,7 +27,11 @@ struct Case {
   std::uint32_t tokens = 0;
   const char* policy = "sluice";
   PlacementMode placement = PlacementMode::hybrid;
+  std::uint32_t rows = 1;  ///< sequences; kBatchRows in a batch
 };
+/// Of a batch, from which on a GPU is full, whatever the KV heads: 4 sequences of 8 KV heads are 32 lists, for which
+/// `split` has 8 thread blocks each, two for each multiprocessor of the largest devices.
+constexpr std::uint32_t kBatchRows = 4;
 
 struct Program {
   std::uint32_t layers = 0;
@@ -50,7 +54,9 @@ Program program_of(bool gpu, Effort effort) {
                      {8192, "sluice", kStream},
                      {32768, "sluice", kStream},
                      {8192, "lfps"},
-                     {32768, "lfps"}};
+                     {32768, "lfps"},
+                     {8192, "sluice", PlacementMode::hybrid, kBatchRows},
+                     {32768, "sluice", PlacementMode::hybrid, kBatchRows}};
   }
   if (gpu) return program;
   program = {.layers = 4, .warm_up = 16, .steps = 12, .cases = {{1024}, {4096}}};
@@ -63,7 +69,9 @@ Program program_of(bool gpu, Effort effort) {
                      {4096, "sluice", kStream},
                      {16384, "sluice", kStream},
                      {4096, "lfps"},
-                     {16384, "lfps"}};
+                     {16384, "lfps"},
+                     {1024, "sluice", PlacementMode::hybrid, kBatchRows},
+                     {4096, "sluice", PlacementMode::hybrid, kBatchRows}};
   }
   return program;
 }
@@ -95,7 +103,8 @@ class Calibration {
   /// Keys and values of all layers.
   [[nodiscard]] bool fits(const Case& each) const {
     const PageLayout layout{.page_tokens = kPageTokens, .head_dim = shape_.head_dim, .dtype = DType::bf16};
-    const std::uint64_t bytes = 2 * layout.row_bytes() * each.tokens * shape_.kv_heads * (program_.layers + 1);
+    const std::uint64_t layers = std::uint64_t{program_.layers} * each.rows + 1;
+    const std::uint64_t bytes = 2 * layout.row_bytes() * each.tokens * shape_.kv_heads * layers;
     return bytes <= machine_.host_bytes / kMemoryPart;
   }
 
@@ -113,12 +122,13 @@ class Calibration {
     const DeviceSteps steps(layer, *device_);
     constexpr double kNear = 0.05;
     SyntheticForwardsOptions options{.policy = policy,
+                                     .rows = each.rows,
                                      .layers = program_.layers,
                                      .near_share = kNear,
                                      .placement = each.placement,
                                      .threads = threads_};
     const bool plain = std::string_view(each.policy) == "sluice" && each.placement == PlacementMode::hybrid;
-    if (plain) add_dense(layer, steps);
+    if (plain && each.rows == 1) add_dense(layer, steps);
     CaseTimes times = time_case(options, layer, steps, device_, program_.warm_up);
     if (!forward_us_) {
       options.layers = std::max(1u, program_.layers / 4);
@@ -126,7 +136,11 @@ class Calibration {
           forward_us(times, options.layers, time_case(options, layer, steps, device_, program_.warm_up).layer_us);
     }
     correct(times, *forward_us_ / program_.layers);
-    add(times, plain);
+    if (plain) {
+      add(times, each.rows == 1 ? one_ : batch_);
+    } else {
+      others_.push_back(times);
+    }
   }
 
   /// What does not grow with the layers, from two numbers of them.
@@ -145,34 +159,46 @@ class Calibration {
          .bytes = 2.0 * static_cast<double>(layout.row_bytes()) * layer.options().tokens * shape_.kv_heads});
   }
 
-  void add(const CaseTimes& times, bool plain) {
+  /// What the default took of each stage, and of `split` with `choose`.
+  struct Samples {
+    std::array<std::vector<CostSample>, kStages> of;
+    std::vector<CostSample> split;
+  };
+
+  void add(const CaseTimes& times, Samples& samples) {
     const auto sample = [&](Stage stage) {
       const auto i = static_cast<std::size_t>(stage);
       return CostSample{.us = times.stage_us[i], .bytes = times.stage_bytes[i]};
     };
     const auto ran = [&](Stage stage) { return times.ran[static_cast<std::size_t>(stage)]; };
     const auto keep = [&](Stage stage) {
-      if (ran(stage)) samples_[static_cast<std::size_t>(stage)].push_back(sample(stage));
+      if (ran(stage)) samples.of[static_cast<std::size_t>(stage)].push_back(sample(stage));
     };
-    if (!plain) return others_.push_back(times);
     for (const Stage stage : {Stage::append, Stage::score, Stage::attend, Stage::merge}) keep(stage);
     // `split` reads the scores, which the bytes of `choose` stand for; that does nothing else where tokens are counted.
     if (ran(Stage::split))
-      split_.push_back({.us = sample(Stage::split).us + (ran(Stage::choose) ? sample(Stage::choose).us : 0.0),
-                        .bytes = sample(Stage::choose).bytes});
+      samples.split.push_back({.us = sample(Stage::split).us + (ran(Stage::choose) ? sample(Stage::choose).us : 0.0),
+                               .bytes = sample(Stage::choose).bytes});
     if (times.far_bytes > 0.0) answered_.push_back(times);
+  }
+
+  void fit(const Samples& samples, scheduler::StageCosts& costs) const {
+    const double gbps = machine_.rates.device_gbps;
+    for (const Stage stage : {Stage::append, Stage::score, Stage::attend, Stage::merge}) {
+      const auto at = static_cast<std::size_t>(stage);
+      if (const auto cost = scheduler::fitted_cost(samples.of[at], gbps)) costs[at] = cost;
+    }
+    if (const auto cost = scheduler::fitted_cost(samples.split, gbps)) {
+      costs[static_cast<std::size_t>(Stage::split)] = {.fixed_us = cost->fixed_us};
+      costs[static_cast<std::size_t>(Stage::choose)] = {.share = cost->share};
+    }
   }
 
   void fit() {
     scheduler::LaneRates& rates = machine_.rates;
-    for (const Stage stage : {Stage::append, Stage::score, Stage::attend, Stage::merge}) {
-      if (const auto cost = scheduler::fitted_cost(samples_[static_cast<std::size_t>(stage)], rates.device_gbps))
-        rates.stage(stage) = cost;
-    }
-    if (const auto cost = scheduler::fitted_cost(split_, rates.device_gbps)) {
-      rates.stage(Stage::split) = {.fixed_us = cost->fixed_us};
-      rates.stage(Stage::choose) = {.share = cost->share};
-    }
+    fit(one_, rates.stages);
+    fit(batch_, rates.batch);
+    rates.batch_rows = batch_.split.empty() ? 0 : kBatchRows;
     // Beside `merge`, and its bytes alone: nobody waits for a launch of its own.
     rates.stage(Stage::promote) = scheduler::StageCost{};
     if (forward_us_) rates.forward_us = *forward_us_;
@@ -241,8 +267,8 @@ class Calibration {
   std::shared_ptr<const cpu::Workers> builders_;
   std::shared_ptr<Device> device_;
   AttentionShape shape_;
-  std::array<std::vector<CostSample>, kStages> samples_;
-  std::vector<CostSample> split_, dense_;
+  Samples one_, batch_;  ///< of one sequence, and of kBatchRows
+  std::vector<CostSample> dense_;
   std::vector<CaseTimes> answered_;  ///< of the default, where the CPU was asked
   std::vector<CaseTimes> others_;    ///< of other policies and placements
   std::optional<double> forward_us_;

@@ -22,6 +22,7 @@ using scheduler::StageCost;
 constexpr const char* kKind = "machine";
 constexpr int kMachineVersion = 1;
 constexpr std::uint64_t kMostBytes = 64 * KiB;
+constexpr std::uint64_t kMostBatchRows = 4096;
 /// The larger, the better a transfer pays; what most policies have at head_dim 128.
 constexpr std::uint64_t kPageBytes = 2 * 16 * 128 * 2;
 
@@ -74,18 +75,35 @@ StageCost cost_of(const json& document, const std::string& stage) {
   return cost;
 }
 
+/// The stages of `document`, which the file calls `where`.
+scheduler::StageCosts costs_of(const json& document, const std::string& where) {
+  scheduler::StageCosts costs{};
+  const auto stages = document.find("stages");
+  if (stages == document.end()) return costs;
+  if (!stages->is_object()) throw Error(Errc::corrupt, where + " is " + shown(*stages) + "; it must be an object");
+  for (const auto& [name, cost] : stages->items()) {
+    const auto which = std::ranges::find(kStageNames, name);
+    if (which == kStageNames.end()) throw Error(Errc::corrupt, where + ": there is no stage '" + shortened(name) + "'");
+    costs[static_cast<std::size_t>(which - kStageNames.begin())] = cost_of(cost, where + ": " + name);
+  }
+  return costs;
+}
+
 /// What kernels take; files without it describe a machine by its rates alone.
 void read_costs(const json& document, scheduler::LaneRates& rates) {
   if (const auto forward = document.find("forward_us"); forward != document.end())
     rates.forward_us = forward->is_number() && *forward == 0.0 ? 0.0 : rate_of(document, "forward_us");
-  const auto stages = document.find("stages");
-  if (stages == document.end()) return;
-  if (!stages->is_object()) throw Error(Errc::corrupt, "stages is " + shown(*stages) + "; it must be an object");
-  for (const auto& [name, cost] : stages->items()) {
-    const auto which = std::ranges::find(kStageNames, name);
-    if (which == kStageNames.end()) throw Error(Errc::corrupt, "stages: there is no stage '" + shortened(name) + "'");
-    rates.stages[static_cast<std::size_t>(which - kStageNames.begin())] = cost_of(cost, "stages: " + name);
-  }
+  rates.stages = costs_of(document, "stages");
+  const auto batch = document.find("batch");
+  if (batch == document.end()) return;
+  if (!batch->is_object() || batch->size() != 2)
+    throw Error(Errc::corrupt, "batch is " + shown(*batch) + "; it must be an object of rows and stages");
+  const std::uint64_t rows = size_of(*batch, "rows");
+  if (rows < 2 || rows > kMostBatchRows)
+    throw Error(Errc::corrupt, "batch: rows is " + std::to_string(rows) + "; it must be a number in [2, " +
+                                   std::to_string(kMostBatchRows) + "]");
+  rates.batch_rows = static_cast<std::uint32_t>(rows);
+  rates.batch = costs_of(*batch, "batch: stages");
 }
 
 Machine read(const json& document) {
@@ -95,7 +113,7 @@ Machine read(const json& document) {
     throw Error(Errc::corrupt,
                 "schema_version is " + shown(version) + "; " + std::to_string(kMachineVersion) + " is read");
   const std::size_t fields = 3 + kRates.size() + kSizes.size() + document.count("forward_us") +
-                             document.count("stages") + document.count("dense");
+                             document.count("stages") + document.count("batch") + document.count("dense");
   if (document.size() > fields) throw Error(Errc::corrupt, "it has fields that no machine has");
   Machine machine{.name = shortened(document.at("name").get<std::string>())};
   for (const RateField& field : kRates) machine.rates.*field.value = rate_of(document, field.key);
@@ -123,11 +141,16 @@ Json to_json(const Machine& machine) {
   document["forward_us"] = machine.rates.forward_us;
   const auto cost_json = [](const StageCost& cost) { return Json{{"fixed_us", cost.fixed_us}, {"share", cost.share}}; };
   document["dense"] = cost_json(machine.dense);
-  Json stages = Json::object();
-  for (std::uint32_t i = 0; i < kStages; ++i) {
-    if (const auto& cost = machine.rates.stages[i]) stages[kStageNames[i]] = cost_json(*cost);
-  }
-  document["stages"] = std::move(stages);
+  const auto costs_json = [&](const scheduler::StageCosts& costs) {
+    Json stages = Json::object();
+    for (std::uint32_t i = 0; i < kStages; ++i) {
+      if (const auto& cost = costs[i]) stages[kStageNames[i]] = cost_json(*cost);
+    }
+    return stages;
+  };
+  document["stages"] = costs_json(machine.rates.stages);
+  if (machine.rates.batch_rows != 0)
+    document["batch"] = {{"rows", machine.rates.batch_rows}, {"stages", costs_json(machine.rates.batch)}};
   return document;
 }
 

@@ -14,7 +14,7 @@ namespace sluice::tools {
 struct Machine {
   std::string name;
   scheduler::LaneRates rates{};
-  scheduler::StageCost dense{};    ///< of a layer's dense attention over one sequence in device memory
+  scheduler::StageCost dense{};    ///< of a layer's dense attention in device memory, one launch for all rows
   std::uint64_t device_bytes = 0;  ///< memory of the device; 0: it is the host's
   std::uint64_t host_bytes = 0;    ///< that can be had
 };
@@ -22,7 +22,7 @@ struct Machine {
 /// How much of its time a machine is measured for.
 enum class Effort : std::uint8_t {
   brief,     ///< a look: up to 32K tokens
-  thorough,  ///< up to 128K tokens and several policies; a minute on a GPU
+  thorough,  ///< up to 128K tokens, several policies, and batches; a minute or two on a GPU
 };
 /// The machine that this runs on: its rates, and what each stage of a forward takes; `device` null: the embedded one.
 /// @throws Error{Errc::out_of_capacity}; Interrupted

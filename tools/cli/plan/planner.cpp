@@ -113,7 +113,8 @@ WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t re
   const double layer_bytes =
       2.0 * static_cast<double>(place.layout.near().row_bytes()) * work.tokens * work.shape.kv_heads;
   const double dense_gbps = machine.rates.device_gbps * machine.dense.share;
-  result.dense_us = work.shape.layers * work.rows * (machine.dense.fixed_us + layer_bytes / (dense_gbps * 1e3));
+  // One launch for all sequences.
+  result.dense_us = work.shape.layers * (machine.dense.fixed_us + work.rows * layer_bytes / (dense_gbps * 1e3));
   if (const auto memory = needed(work)) {
     result.memory = *memory;
     result.fits = fits(*memory, machine, reserved);

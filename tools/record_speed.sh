@@ -1,0 +1,164 @@
+# shellcheck shell=sh disable=SC2154
+# Parts of the record that time this machine: sourced by record.sh, which sets sluice, device and out.
+# Behind each part of a GPU, in seconds on an H100 or H200 with 16 cores: what it takes by estimate, and what that is from:
+#   [b] `bench gpu` with 8K, 32K and 128K tokens and 32 layers took 50: making the layer's tokens and pinning them, 16 GiB at 128K
+#   [d] `bench decode`: 15 GiB of random weights are drawn in 3; a prompt of 128K tokens, 16 GiB, is imported in 10
+#   [s] measured: --seconds of arrivals, half as much again at most, three runs by bisection, and 3 for each engine
+# None was timed as a part; all are bounded by what they were when their tables were made, in calls of at most 7 minutes.
+
+speed_parts() {
+  echo core-kernels
+  echo core-kernels-fp8
+  echo cpu-batches
+  echo cpu-ragged
+  echo plan
+  echo serve
+  [ "$device" != host ] || return 0
+  echo decode-lengths      # 80 [b]: six lengths, of which 64K and 128K are three quarters
+  echo decode-256K         # 40 [b]: as 128K with 32 layers
+  echo decode-512K         # 40 [b]: likewise
+  echo decode-short        # 30 [b]
+  echo decode-uniform      # 30 [b]
+  echo decode-other        # 60 [b]: four policies
+  for way in device stream host; do echo "decode-handover-$way"; done # 40 each [b]
+  for batch in 8x32K 32x8K 4x128K ragged; do echo "decode-batch-$batch"; done # 60 each [b]: as many tokens, two placements
+  for what in lengths batch 512K; do echo "decode-near-$what"; done # 60 each [b]
+  echo decode-model        # 90 [d]: 2 lengths, 3 methods
+  echo decode-model-batch  # 120 [d]: four prompts of 128K, and one at a time for dense attention
+  for size in 8G 16G 32G; do echo "decode-memory-32K-$size"; done # 120 each [d]: 16 prompts of 32K at most, 64 GiB of host memory
+  for size in 8G 16G 32G; do echo "decode-memory-128K-$size"; done # 120 each [d]
+  echo decode-drafts       # 120 [d]
+  echo link                # 60: `link --quick`, and pinning 8 GiB
+}
+
+# core NAME LENGTHS POLICIES [option...]: attention of one layer on one core.
+core() {
+  name=$1 lengths=$2 named=$3
+  shift 3
+  "$sluice" bench cpu --threads 1 --sections attention --steps 12 --length "$lengths" --policies "$named" "$@" \
+    -o json --output "$out/$name.json"
+}
+
+# The machine as it is measured, configurations that are timed on it, and what the plan makes of each.
+plan() {
+  timed() {
+    name=$1
+    shift
+    "$sluice" bench gpu --device "$device" --sections attention --steps 12 --warm-up 64 "$@" \
+      -o json --output "$out/plan-$name.json"
+  }
+  "$sluice" doctor --machine "$out/plan-machine.json" >/dev/null
+  timed length --policies sluice --length "$plan_lengths" --layers "$plan_layers"
+  timed rows --policies sluice --length "$plan_short" --rows 4,8 --layers 8
+  timed policies --policies "quest;sluice | far=max(4096, 0.5%)" --placements hybrid,stream --length "$plan_short" \
+    --layers "$plan_layers"
+  timed fp8 --policies sluice --length "$plan_short" --kv-dtype fp8_e4m3 --layers 8
+  "$sluice" plan --machine "$out/plan-machine.json" --measured "$out/plan-length.json" "$out/plan-rows.json" \
+    "$out/plan-policies.json" "$out/plan-fp8.json" -o json --output "$out/plan.json"
+  "$sluice" plan --machine "$out/plan-machine.json" --length 4K,8K,16K,32K,64K,128K,256K,512K \
+    --policies "sluice;quest;twilight;lfps" --plot "$out/plan.svg" >"$out/plan.txt"
+}
+
+# decode_layer NAME [option...]: attention of a layer, of the default policy unless an option says otherwise.
+decode_layer() {
+  name=$1
+  shift
+  "$sluice" bench gpu --device "$device" --sections attention --steps 12 --warm-up 96 "$@" \
+    -o json --output "$out/$name.json"
+}
+
+# decode_model NAME [option...]: tokens of Llama-3.1-8B with random weights.
+decode_model() {
+  name=$1
+  shift
+  "$sluice" bench decode --device "$device" "$@" -o json --output "$out/$name.json"
+}
+
+decode_batch() {
+  case $2 in
+    8x32K) shape="--rows 8 --length 32K --layers 8" ;;
+    32x8K) shape="--rows 32 --length 8K --layers 8" ;;
+    4x128K) shape="--rows 4 --length 128K --layers 4" ;;
+    ragged) shape="--rows 16 --length 128K --ragged 1K --layers 4" ;;
+  esac
+  # shellcheck disable=SC2086 # Options.
+  decode_layer "$1" --policies sluice --placements hybrid,near $shape
+}
+
+decode_near() {
+  case $2 in
+    lengths) shape="--length 32K,128K --layers 8" ;;
+    batch) shape="--length 32K --rows 8 --layers 8" ;;
+    512K) shape="--length 512K --layers 2" ;;
+  esac
+  # shellcheck disable=SC2086 # Options.
+  decode_layer "$1" --policies "twilight;quest;sluice" --placements near $shape
+}
+
+# decode_memory NAME LENGTH-SIZE: sequences in a given device memory.
+decode_memory() {
+  case $2 in
+    32K-*) batches=1,4,16 ;;
+    *) batches=1,4 ;;
+  esac
+  decode_model "$1" --length "${2%-*}" --batch "$batches" --kv-size "${2#*-}" --steps 8 --warm-up 16 \
+    --methods "dense;hybrid/sluice | far=max(4096, 0.5%)"
+}
+
+# A part that speed_parts names.
+measure_speed() {
+  budget="sluice | far=max(4096, 0.5%)"
+  case $1 in
+    core-kernels) "$sluice" bench cpu --threads 1 --sections kernels -o json --output "$out/$1.json" ;;
+    core-kernels-fp8)
+      "$sluice" bench cpu --threads 1 --sections kernels --dtype fp8_e4m3 -o json --output "$out/$1.json"
+      ;;
+    cpu-batches)
+      "$sluice" bench cpu --threads 2 --sections attention --policies "topk;lfps" --steps 8 --length "${RECORD_CPU_BATCH:-8K}" \
+        --rows 1,8 -o json --output "$out/$1.json"
+      ;;
+    cpu-ragged)
+      "$sluice" bench cpu --threads 2 --sections attention --policies "topk;lfps" --steps 8 --length "${RECORD_CPU_RAGGED:-32K}" \
+        --ragged 1K --rows 8 -o json --output "$out/$1.json"
+      ;;
+    plan) plan ;;
+    # PSA's experiment: the highest rate that each method holds, with the same device memory for keys and values.
+    serve)
+      # shellcheck disable=SC2086 # Options.
+      "$sluice" bench serve --device "$device" $serve --bisect --policies "dense;sluice;psa;arkvale;topk" \
+        -o json --output "$out/$1.json"
+      ;;
+    decode-lengths) decode_layer "$1" --policies sluice --length 4K,8K,16K,32K,64K,128K --layers 32 ;;
+    decode-256K) decode_layer "$1" --policies sluice --length 256K --layers 16 ;;
+    decode-512K) decode_layer "$1" --policies sluice --length 512K --layers 8 ;;
+    decode-short)
+      decode_layer "$1" --policies sluice --length 4K,8K,16K,32K --layers 32 --near 1 --dense-tokens 64K
+      ;;
+    decode-uniform)
+      decode_layer "$1" --policies "sluice;$budget" --length 32K,128K --layers 8 --pattern uniform
+      ;;
+    decode-other) decode_layer "$1" --policies "sluice;twilight;quest;lfps" --length 32K,128K --layers 4 ;;
+    decode-handover-*)
+      decode_layer "$1" --policies sluice --length 32K,128K --layers 32 --handover "${1#decode-handover-}"
+      ;;
+    decode-batch-*) decode_batch "$1" "${1#decode-batch-}" ;;
+    decode-near-*) decode_near "$1" "${1#decode-near-}" ;;
+    decode-model)
+      decode_model "$1" --length 32K,128K --steps 16 --warm-up 48 --methods "dense;near/sluice;hybrid/$budget"
+      ;;
+    decode-model-batch)
+      decode_model "$1" --length 128K --batch 4 --kv-size 16G --steps 8 --warm-up 24 --methods "dense;hybrid/$budget"
+      ;;
+    decode-memory-*) decode_memory "$1" "${1#decode-memory-}" ;;
+    decode-drafts)
+      decode_model "$1" --length 32K,128K --drafts 4 --warm-up 48 --steps 16 --methods "hybrid/sluice;stream/sluice"
+      ;;
+    link)
+      ordinal=${device#cuda}
+      ordinal=${ordinal#:}
+      "$sluice" link --device "${ordinal:-0}" --quick -o json --output "$out/$1.json"
+      "$sluice" link --device "${ordinal:-0}" --sections pinning --pin-gib 8 -o json --output "$out/link-pinning.json"
+      ;;
+    *) return 1 ;;
+  esac
+}

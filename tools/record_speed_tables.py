@@ -1,0 +1,103 @@
+"""Tables of the record's parts that record_speed.sh measures, and of those whose rows are shown as they are."""
+
+from record_shown import cell, code, percent, table, thousands, unique
+
+
+def in_columns(title, *columns):
+    """Rows as they are: pairs of a title and of what shows a row there."""
+    def show(found):
+        print(title + "\n")
+        table([head for head, _ in columns], [[shown(row) for _, shown in columns] for row in found])
+    return show
+
+
+def number(key, form="{:.4g}"):
+    return lambda row: cell(row.get(key), form)
+
+
+def everything(title):
+    """All columns that have something to say."""
+    def show(found):
+        print(title + "\n")
+        keys = [key for key in unique(key for row in found for key in row)
+                if any(row.get(key) is not None for row in found)]
+        table(keys, [[f"{row[key]:.4g}" if isinstance(row.get(key), float) else str(row.get(key, "")) for key in keys]
+                     for row in found])
+    return show
+
+
+def part(row):
+    return row["part"]
+
+
+def print_layer(found):
+    print("Decoding: one layer, us\n")
+    table(["part", "tokens", "method", "placement", "rows", "mode", "us/layer", "p95", "dense", "x dense", "waited", "far",
+           "coverage"],
+          [[part(r), thousands(r["length_tokens"]), code(r["method"]), r["placement"] or "", str(r["rows"]), r["mode"] or "",
+            cell(r["layer_us"], "{:.1f}"), cell(r["layer_p95_us"], "{:.1f}"), cell(r["dense_us"], "{:.1f}"),
+            cell(r["speedup_over_dense"]), cell(r["waited_us"], "{:.1f}"), percent(r["far_share"]),
+            cell(r["coverage_mean"])] for r in found])
+
+
+def print_model(found):
+    print("Decoding: whole models\n")
+    table(["part", "tokens", "sequences", "memory, GiB", "method", "at once", "ms", "tokens/s", "x first"],
+          [[part(r), thousands(r["length_tokens"]), str(r["batch"]),
+            cell(r["kv_bytes"] / 2**30 if r["kv_bytes"] else None, "{:g}"), code(r["method"]), str(r["at_once"]),
+            cell(r.get("tpot_p50_ms", r.get("forward_p50_ms"))), cell(r["tokens_per_s"], "{:.0f}"),
+            cell(r["speedup_over_first"])] for r in found])
+
+
+def print_serve(found):
+    print("Requests as they come: times in ms, queueing in s\n")
+    table(["policy", "rate", "held", "P99 between tokens", "p50", "queued p50", "first token p50", "p99", "tokens/s",
+           "refused", "at once", "room", "attended", "near"],
+          [[code(r["policy"]), cell(r["rate_per_s"], "{:g}"), {True: "yes", False: "no", None: ""}[r["held"]],
+            cell(r["tbt_p99_ms"], "{:.1f}"), cell(r["tbt_p50_ms"], "{:.1f}"), cell(r["queued_p50_s"]),
+            cell(r["ttft_p50_ms"], "{:.0f}"), cell(r["ttft_p99_ms"], "{:.0f}"), cell(r["answer_tokens_per_s"], "{:.0f}"),
+            str(r["refused"]), str(r["largest_batch"]), str(r["room_tokens"]), percent(r["attended_share"]),
+            percent(r["near_hit_share"])] for r in found])
+
+
+def print_held(found):
+    print("The highest of these rates that holds the limits\n")
+    table(["policy", "rate", "x first", "P99 between tokens, ms", "tokens/s"],
+          [[code(r["policy"]), cell(r["rate_per_s"], "{:g}") or "none", cell(r["speedup_over_first"]),
+            cell(r["tbt_p99_ms"], "{:.1f}"), cell(r["answer_tokens_per_s"], "{:.0f}")] for r in found])
+
+
+print_plan = in_columns(
+    "Planned and measured, us per layer", ("policy", lambda row: code(row["policy"])), ("placement", number("placement", "{}")),
+    ("dtype", number("kv_dtype", "{}")), ("tokens", number("length_tokens", "{}")), ("rows", number("rows", "{}")),
+    ("layers", number("layers", "{}")), ("measured", number("measured_us", "{:.1f}")),
+    ("planned", number("planned_us", "{:.1f}")), ("ratio", number("ratio", "{:.2f}")),
+    ("within 20%", lambda row: "yes" if row["within_20_percent"] else "no"))
+print_paired = in_columns(
+    "Answers beside those of dense attention", ("task", number("task", "{}")), ("tokens", number("length_tokens", "{}")),
+    ("prompts", number("prompts", "{}")), ("dense right", number("dense_accuracy", "{:.2f}")),
+    ("same", number("same_answers", "{}")), ("at least", number("same_at_least", "{:.3f}")),
+    ("KL", number("divergence_nats", "{:.1g}")))
+print_flex = in_columns(
+    "FlexPrefill by gamma, budget and tau", ("part", part), ("structure", number("structure", "{}")),
+    ("method", number("method", "{}")), ("ms", number("total_ms", "{:.3g}")), ("x dense", number("speedup_over_dense", "{:.2f}")),
+    ("blocks", lambda row: percent(row["blocks_share"])), ("coverage", number("coverage_mean", "{:.3f}")),
+    ("error", number("output_error", "{:.3f}")), ("query-aware", lambda row: percent(row["query_aware_share"])))
+print_cost = in_columns(
+    "Other element types, a recall cache, both placements", ("part", part), ("policy", lambda row: code(row["policy"])),
+    ("task", number("task", "{}")), ("tokens", number("length_tokens", "{}")), ("accuracy", number("accuracy", "{:.2f}")),
+    ("attended", lambda row: percent(row["attended_share"])), ("far bytes", lambda row: percent(row["far_bytes_share"])),
+    ("link bytes", lambda row: percent(row["link_bytes_share"])), ("coverage", number("coverage_mean", "{:.4f}")))
+
+# Prefix of a part, table of its report, and what shows its rows.
+PRINTERS = [("core-kernels", "kernels", everything("One core: kernels")),
+            ("cpu-", "attention", everything("Batches on the CPU")),
+            ("flex-", "prefill", print_flex), ("paired-", "pairs", print_paired),
+            ("question-seen", "eval", print_cost), ("dtype-", "eval", print_cost), ("recall-", "eval", print_cost),
+            ("psa-", "eval", print_cost),
+            ("plan", "compared", print_plan), ("serve", "serve", print_serve), ("serve", "held", print_held),
+            ("decode-", "attention", print_layer), ("decode-", "decode", print_model),
+            *[("model-" + name, "models", everything("Models of transformers: " + name))
+              for name in ("generate", "logits", "loop", "beside")],
+            *[("link", name, everything("Link: " + name))
+              for name in ("transfers", "gather", "load", "latency", "pinning", "peak")]]
