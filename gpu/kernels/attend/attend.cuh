@@ -239,6 +239,13 @@ __device__ void load_value_rows(std::uint32_t (&values)[4][RowShape<kDim>::kValu
   }
 }
 
+/// The rows of a unit, as lists in shared memory say.
+struct StagedRows {
+  const AttendSlice& slice;
+  const std::uint32_t* words;  ///< see staged_lists
+  __device__ UnitRows operator()(std::uint32_t unit) const { return rows_of(slice, staged_lists(slice, words), unit); }
+};
+
 /// Attends units of the slice, from the warp's first, `unit`, on, every `kStride`th of `units`. rows_at(unit) are a
 /// unit's rows; the first one's are being loaded already. `cap`: of scores that are computed, to base 2; 0: none.
 /// Kernels that are not `kCapped` know of none.

@@ -65,12 +65,9 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 1
 
   Accumulator<kDim, kTiles> sum;
   clear(sum);
-  const auto rows_at = [&](std::uint32_t unit) {
-    return rows_of(slice, staged_lists(slice, memory.input.words), unit);
-  };
-  attend_units<T, kDim, kTiles, kScored, kCapped, kHasScales>(sum, slice, memory.input.q, rows_at, warp, slice.units(),
-                                                              rows, keys, values, scales,
-                                                              kCapped ? args.softcap * kLog2e : 0.f);
+  attend_units<T, kDim, kTiles, kScored, kCapped, kHasScales>(
+      sum, slice, memory.input.q, StagedRows{slice, memory.input.words}, warp, slice.units(), rows, keys, values, scales,
+      kCapped ? args.softcap * kLog2e : 0.f);
 
   (void)conclude<kDim, kTiles>(args, slice, memory, sums, sum);
 }

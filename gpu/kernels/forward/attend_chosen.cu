@@ -125,8 +125,9 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kDim <= 128 ? kAttend
 
   Accumulator<kDim, kTiles> sum;
   clear(sum);
-  attend_units<T, kDim, kTiles, false, kCapped, false, true>(sum, slice, memory.input, warp, unit, keys, values, scales,
-                                                             kCapped ? m.shape.softcap * kLog2e : 0.f);
+  attend_units<T, kDim, kTiles, false, kCapped, false, true>(
+      sum, slice, memory.input.q, StagedRows{slice, memory.input.words}, warp, slice.units(), unit, keys, values, scales,
+      kCapped ? m.shape.softcap * kLog2e : 0.f);
   // Once for all query heads of a KV head. `await` has counted them as fetched.
   if (threadIdx.x == 0 && near_tokens != 0 && slice.first_head == 0) {
     const unsigned long long more = near_tokens;

@@ -44,12 +44,13 @@ class NearPart {
     detail::clear(sum_);
   }
 
-  /// Before anything is attended, with a barrier between. All threads.
+  /// Before anything is attended. Warps below kAsker.
   __device__ void load_queries(float score_scale) const {
     detail::QueryPiece<kDim, 1> query;
     query.load({.q = m_.q + first() * kDim, .heads = m_.shape.group()});
     if (threadIdx.x == 0) s_.slice = {.base = m_.near, .page_tokens = m_.layout.page_tokens};
     query.template store<T>(s_.q, score_scale * detail::kLog2e);
+    sync();
   }
 
   /// The near ones of what was found, see Found::find. Warps below kAsker.

@@ -148,29 +148,35 @@ SplitLaunch launch_of(const ForwardMemory& memory, std::uint32_t blocks, std::ui
 /// Longer sequences attend so many near rows that more multiprocessors than split has blocks for are worth a launch.
 constexpr std::uint32_t kMostTokensAttended = 1u << 18;
 
-}  // namespace
-
-bool attends_in_split(const ForwardMemory& memory, const ForwardScratch& scratch) {
+/// Blocks of a cluster that attends what it finds near, one on a multiprocessor; 0: `attend` does that.
+std::uint32_t attending_blocks(const ForwardMemory& memory, const ForwardScratch& scratch) {
   const ForwardSplitLimits& limits = scratch.split;
   const AttendVariant variant = attend_variant(memory.shape, memory.layout, false);
   if (limits.attend_shared == 0 || memory.bucket.whole || memory.drafts != 1 || memory.fetches() || variant.capped ||
       variant.head_tiles != 1 || memory.shape.group() > kMostHeads || !TunedHeadDims::has(variant.head_dim))
-    return false;
+    return 0;
   // Of choices by score alone: pages may leave layers that attend everything, which more blocks do faster.
-  if (!memory.bucket.top_k || memory.bucket.pages || memory.bucket.unbounded) return false;
-  const std::uint32_t blocks = blocks_of(memory, scratch);
+  if (!memory.bucket.top_k || memory.bucket.pages || memory.bucket.unbounded) return 0;
   const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
-  return lists * blocks <= scratch.multiprocessors && memory.bucket.max_tokens <= kMostTokensAttended &&
-         room_bytes(kLeastRoomAttended) + marks_bytes(memory.bucket.max_tokens, blocks) <= limits.attend_shared;
+  if (lists > scratch.multiprocessors || memory.bucket.max_tokens > kMostTokensAttended) return 0;
+  const std::uint32_t blocks = std::min(blocks_of(memory, scratch), std::bit_floor(scratch.multiprocessors / lists));
+  const std::uint64_t least = room_bytes(kLeastRoomAttended) + marks_bytes(memory.bucket.max_tokens, blocks);
+  return least <= limits.attend_shared ? blocks : 0;
+}
+
+}  // namespace
+
+bool attends_in_split(const ForwardMemory& memory, const ForwardScratch& scratch) {
+  return attending_blocks(memory, scratch) != 0;
 }
 
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
-  const std::uint32_t blocks = blocks_of(memory, scratch);
-  if (attends_in_split(memory, scratch)) {
+  if (const std::uint32_t attending = attending_blocks(memory, scratch); attending != 0) {
     launch_split_attend(attend_variant(memory.shape, memory.layout, false),
-                        launch_of(memory, blocks, scratch.split.attend_shared), memory, scratch, layer);
+                        launch_of(memory, attending, scratch.split.attend_shared), memory, scratch, layer);
     return;
   }
+  const std::uint32_t blocks = blocks_of(memory, scratch);
   const std::uint64_t marks = marks_bytes(memory.bucket.max_tokens, blocks);
   const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
   // One block alone leaves a multiprocessor idle while it waits, which shows where there are several for each.

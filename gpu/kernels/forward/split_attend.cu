@@ -41,7 +41,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Part& part = marks.part();
   const bool foreseen = mark(m, work, foresight, s.choice, memory, room, marks);
   Near near(m, work, near_shared, reinterpret_cast<typename Near::WarpOut*>(memory));
-  near.load_queries(score_scale);
   Found found(s.list, reinterpret_cast<std::uint32_t*>(memory), 2 * Choice::memory(room), marks);
   const Listed listed = list_far(m, work, near_shared.listed, found, part);
   if (asks) {
@@ -50,6 +49,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncwarp();
     if (foreseen) learn_foreseen(m, work, foresight, s.choice.foreseen);
     __syncwarp();
+  } else {
+    near.load_queries(score_scale);
   }
   const bool once = part.count() <= found.turn();  // It is there still.
 #pragma unroll 1
