@@ -38,26 +38,17 @@ __device__ inline void cluster_sync() {
 }
 
 /// As cluster_sync(), for what threads stored in their own block's shared memory and nothing else: it waits for no
-/// stores to other memory, which take long to get there. In two halves, for threads that have something else to do
-/// between; all threads of a warp.
-__device__ inline void cluster_arrive_own() {
+/// stores to other memory, which take long to get there.
+__device__ inline void cluster_sync_own() {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "fence.release.sync_restrict::shared::cta.cluster;\n"
-      "barrier.cluster.arrive.relaxed.aligned;" ::
+      "barrier.cluster.arrive.relaxed.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
           : "memory");
-#endif
-}
-__device__ inline void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
   __syncthreads();
 #endif
-}
-__device__ inline void cluster_sync_own() {
-  cluster_arrive_own();
-  cluster_wait();
 }
 
 /// Where the variable that `own` is in this block lies in the block of that rank.

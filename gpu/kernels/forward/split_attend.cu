@@ -44,7 +44,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   Found found(s.list, reinterpret_cast<std::uint32_t*>(memory), 2 * Choice::memory(room), marks);
   const Listed listed = list_far(m, work, near_shared.listed, found, part);
   if (asks) {
-    detail::cluster_arrive_own();  // It has no result.
     if (threadIdx.x % kWarp == 0) tell(m, layer, work, listed);
     __syncwarp();
     if (foreseen) learn_foreseen(m, work, foresight, s.choice.foreseen);
@@ -62,12 +61,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     if (!once) __syncthreads();
   }
-  if (!asks) {
-    near.conclude();
-    __syncwarp();
-    detail::cluster_arrive_own();
-  }
-  detail::cluster_wait();
+  if (!asks) near.conclude();
+  __syncwarp();
+  detail::cluster_sync_own();
   near.merge(part);
   __syncwarp();
   detail::cluster_sync_own();  // No block ends whose result another one reads.
