@@ -116,6 +116,7 @@ void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer)
 void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer) {
   const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
+  if (attends_in_split(memory, scratch)) return;
   if (attends_together(memory, scratch)) {
     const std::uint32_t near = scratch.job_count * scratch.slices;
     launch_jobs(

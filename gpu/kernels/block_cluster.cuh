@@ -37,6 +37,20 @@ __device__ inline void cluster_sync() {
 #endif
 }
 
+/// As cluster_sync(), for what threads stored in their own block's shared memory and nothing else: it waits for no
+/// stores to other memory, which take long to get there.
+__device__ inline void cluster_sync_own() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "fence.release.sync_restrict::shared::cta.cluster;\n"
+      "barrier.cluster.arrive.relaxed.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+#else
+  __syncthreads();
+#endif
+}
+
 /// Where the variable that `own` is in this block lies in the block of that rank.
 [[nodiscard]] __device__ inline std::uint32_t address_in(const void* own, std::uint32_t rank) {
 #if __CUDA_ARCH__ >= 900
@@ -54,6 +68,27 @@ __device__ inline void cluster_sync() {
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
 #else
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+#endif
+  return value;
+}
+
+[[nodiscard]] __device__ inline float load_float_in_cluster(std::uint32_t address) {
+  return __uint_as_float(load_in_cluster(address));
+}
+
+/// Four floats, 16-byte aligned.
+[[nodiscard]] __device__ inline float4 load4_in_cluster(std::uint32_t address) {
+  float4 value;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+#else
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
 #endif
   return value;
 }

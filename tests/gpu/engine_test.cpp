@@ -5,6 +5,8 @@
 #include <memory>
 #include <string>
 
+#include "gpu/head_dims.hpp"
+#include "gpu/kernels/compiled.hpp"
 #include "sluice/cuda.hpp"
 #include "sluice/error.hpp"
 #include "tests/gpu/forward_graph.hpp"
@@ -45,6 +47,11 @@ EngineOptions graph_options(const AttentionShape& shape, std::uint32_t rows, std
 
 constexpr const char* kPolicy = "exact | int4 | top_k=40 | near=0,sinks=4,recent=24";
 
+/// Whether kernels for this head_dim attend what they find near.
+bool in_clusters(std::uint32_t head_dim) {
+  return gpu::compiled_for() >= gpu::Compiled::clusters && gpu::TunedHeadDims::has(head_dim);
+}
+
 /// Decodes `steps` tokens of each story, in a graph or not; outputs in order.
 std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, const std::vector<Story>& stories,
                           std::uint32_t near_blocks, std::uint32_t steps, bool graphs,
@@ -67,7 +74,10 @@ std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, con
   if (graphs) graph = std::make_unique<Graph>(engine, tensors, static_cast<cudaStream_t>(rig.stream));
   // Where the CPU attends some, rows come near beside the layer's merge.
   const bool promotes_apart = near_blocks != 0 && (placement == PlacementMode::stream || fetch_share == 1.f);
-  if (graph && !chooses_here && !clusters) REQUIRE(graph->nodes() == 2 + (promotes_apart ? 6 : 5) * shape.layers);
+  // Where the CPU attends all that is far, the thread blocks that find near rows attend them.
+  const bool attends_apart = placement == PlacementMode::stream || fetch_share != 0.f || !in_clusters(shape.head_dim);
+  const std::size_t kernels = 4 + (promotes_apart ? 1 : 0) + (attends_apart ? 1 : 0);
+  if (graph && !chooses_here && !clusters) REQUIRE(graph->nodes() == 2 + kernels * shape.layers);
   std::vector<Teller> tellers;
   std::vector<SequenceId> ids;
   for (const Story& story : stories) {

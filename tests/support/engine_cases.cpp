@@ -218,6 +218,43 @@ TEST_CASE("of long sequences the highest are chosen, ties by the lowest token", 
   }
 }
 
+TEST_CASE("rows of long sequences lie near, far or either, in layers that choose and that have windows",
+          "[engine]") {
+  const auto [near_pages, picks] = GENERATE(grid(std::array{0u, 60u, 1300u}, std::array{200u, 3000u}));
+  CAPTURE(near_pages, picks);
+  const EngineRig rig = engine_rig();
+  const AttentionShape shape{.layers = 2, .q_heads = 8, .kv_heads = 2, .head_dim = 128};
+  EngineOptions options{.shape = shape,
+                        .kv_dtype = rig.kv_dtype,
+                        .largest = {.decode_rows = 2},
+                        .max_picks = picks,
+                        .threads = 2,
+                        .pin_threads = false};
+  const std::uint32_t tokens = rig.on_gpu ? 20'000 : 2'000;
+  options.windows = {1500, 0};
+  options.host_bytes = (tokens / 16 + 10) * block_bytes(options);
+  options.near_bytes = near_pages * near_block_bytes(options);
+  options.import_rows = 5000;
+  Engine engine(options, rig.device);
+  Story story(shape, tokens + 3, 53);
+  story.see(options.windows);
+  Teller teller{.story = &story,
+                .id = engine.begin(parse_policy("exact | int4 | top_k=" + std::to_string(picks) +
+                                                " | near=0,sinks=3,recent=11"))};
+  import_story(engine, rig, teller, tokens);
+  ForwardTensors tensors(*rig.device, shape, 2);  // There is no other row.
+  const std::size_t row = std::size_t{shape.q_heads} * shape.head_dim;
+  while (teller.at < story.tokens()) {
+    const auto out = run_forward(engine, rig, tensors, {&teller});
+    const std::uint32_t token = teller.at - 1;
+    for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
+      REQUIRE(worst(out[0], story.attended(layer, token, 3, 11, picks), layer * row) < kTolerance);
+  }
+  const EngineStats stats = engine.stats();
+  REQUIRE((stats.near_tokens > 0) == (near_pages != 0));
+  REQUIRE((stats.far_tokens > 0) == (near_pages != 1300));
+}
+
 TEST_CASE("a step chooses the highest, whatever the one before let expect", "[engine]") {
   const std::uint32_t period = GENERATE(100'000u, 100u);
   CAPTURE(period);

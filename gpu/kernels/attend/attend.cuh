@@ -239,18 +239,27 @@ __device__ void load_value_rows(std::uint32_t (&values)[4][RowShape<kDim>::kValu
   }
 }
 
-/// Attends the warp's units of the slice, from `unit` on, which is already being loaded. `cap`: of scores that are
-/// computed, to base 2; 0: none. Kernels that are not `kCapped` know of none.
-template <class T, int kDim, int kTiles, bool kScored, bool kCapped, bool kHasScales, bool kWhole = false>
+/// The rows of a unit, as lists in shared memory say.
+struct StagedRows {
+  const AttendSlice& slice;
+  const std::uint32_t* words;  ///< see staged_lists
+  __device__ UnitRows operator()(std::uint32_t unit) const { return rows_of(slice, staged_lists(slice, words), unit); }
+};
+
+/// Attends units of the slice, from the warp's first, `unit`, on, every `kStride`th of `units`. rows_at(unit) are a
+/// unit's rows; the first one's are being loaded already. `cap`: of scores that are computed, to base 2; 0: none.
+/// Kernels that are not `kCapped` know of none.
+template <class T, int kDim, int kTiles, bool kScored, bool kCapped, bool kHasScales, bool kWhole = false,
+          std::uint32_t kStride = kAttend.warps, class RowsAt>
 __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& slice,
-                             const typename AttendMemory<kDim, kTiles>::Input& input, std::uint32_t unit, UnitRows rows,
+                             const typename QueryPiece<kDim, kTiles>::Fragments& q, const RowsAt& rows_at,
+                             std::uint32_t unit, std::uint32_t units, UnitRows rows,
                              std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4],
                              std::uint32_t (&values)[4][RowShape<kDim>::kValuePieces][4],
                              UnitScales<kHasScales>& scales, float cap) {
   const std::uint32_t g = threadIdx.x % 32 / 4;
   const std::uint32_t t = threadIdx.x % 4;
-  const std::uint32_t units = slice.units();
-  for (; unit < units; unit += kAttend.warps) {
+  for (; unit < units; unit += kStride) {
     float scores[kTiles][4];
     if constexpr (kHasScales) unfold(keys);
 #pragma unroll
@@ -259,7 +268,7 @@ __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& 
 #pragma unroll
         for (int e = 0; e < 4; ++e) scores[tile][e] = __uint_as_float(keys[tile][0][e]);
       } else {
-        score<T, kDim>(scores[tile], keys, input.q[tile]);
+        score<T, kDim>(scores[tile], keys, q[tile]);
         if constexpr (kHasScales) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) scores[tile][e] *= scales.of[e / 2].x;
@@ -268,8 +277,8 @@ __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& 
       }
     }
     const UnitScales<kHasScales> mine = scales;  // The next unit's come with its keys.
-    const std::uint32_t next_unit = unit + kAttend.warps;
-    const UnitRows next = next_unit < units ? rows_of(slice, staged_lists(slice, input.words), next_unit) : UnitRows{};
+    const std::uint32_t next_unit = unit + kStride;
+    const UnitRows next = next_unit < units ? rows_at(next_unit) : UnitRows{};
     if (scored<kScored>(slice, next_unit)) {
       load_scores<kDim, kTiles>(keys, slice, next_unit);
     } else {

@@ -65,8 +65,9 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && !kScored && kDim <= 1
 
   Accumulator<kDim, kTiles> sum;
   clear(sum);
-  attend_units<T, kDim, kTiles, kScored, kCapped, kHasScales>(sum, slice, memory.input, warp, rows, keys, values,
-                                                              scales, kCapped ? args.softcap * kLog2E : 0.f);
+  attend_units<T, kDim, kTiles, kScored, kCapped, kHasScales>(
+      sum, slice, memory.input.q, StagedRows{slice, memory.input.words}, warp, slice.units(), rows, keys, values, scales,
+      kCapped ? args.softcap * kLog2E : 0.f);
 
   (void)conclude<kDim, kTiles>(args, slice, memory, sums, sum);
 }

@@ -34,8 +34,8 @@ __device__ void clear(Accumulator<kDim, kTiles>& sum) {
 }
 
 /// Writes the warp's tops and masses. A mass is summed over the tokens, which are spread over g.
-template <int kDim, int kTiles>
-__device__ void put_sums(WarpSums<kTiles>& to, const Accumulator<kDim, kTiles>& sum) {
+template <int kDim, int kTiles, class Sums>
+__device__ void put_sums(Sums& to, const Accumulator<kDim, kTiles>& sum) {
   const std::uint32_t warp = threadIdx.x / 32;
   const std::uint32_t lane = threadIdx.x % 32;
 #pragma unroll

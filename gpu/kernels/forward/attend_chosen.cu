@@ -119,14 +119,15 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kDim <= 128 ? kAttend
   const auto forward = static_cast<std::uint32_t>(m.state->forward);
   const std::uint32_t near = place_all(slice, rows, forward, memory.input.words);
   if (near != 0) atomicAdd(&near_tokens, near);
-  query.template store<T>(memory.input.q, args.score_scale * kLog2e);
+  query.template store<T>(memory.input.q, args.score_scale * kLog2E);
   wait_copies<0>();
   __syncthreads();
 
   Accumulator<kDim, kTiles> sum;
   clear(sum);
-  attend_units<T, kDim, kTiles, false, kCapped, false, true>(sum, slice, memory.input, warp, unit, keys, values, scales,
-                                                             kCapped ? m.shape.softcap * kLog2e : 0.f);
+  attend_units<T, kDim, kTiles, false, kCapped, false, true>(
+      sum, slice, memory.input.q, StagedRows{slice, memory.input.words}, warp, slice.units(), unit, keys, values, scales,
+      kCapped ? m.shape.softcap * kLog2E : 0.f);
   // Once for all query heads of a KV head. `await` has counted them as fetched.
   if (threadIdx.x == 0 && near_tokens != 0 && slice.first_head == 0) {
     const unsigned long long more = near_tokens;

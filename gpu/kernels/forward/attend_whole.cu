@@ -175,8 +175,9 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kDim <= 128 ? kAttend
   Accumulator<kDim, kTiles> sum;
   clear(sum);
   // Its lists begin with the slice's own tokens.
-  attend_units<T, kDim, kTiles, false, kCapped, false, true>(sum, slice, memory.input, warp, unit, keys, values, scales,
-                                                             kCapped ? m.shape.softcap * kLog2E : 0.f);
+  attend_units<T, kDim, kTiles, false, kCapped, false, true>(
+      sum, slice, memory.input.q, StagedRows{slice, memory.input.words}, warp, slice.units(), unit, keys, values, scales,
+      kCapped ? m.shape.softcap * kLog2E : 0.f);
   if (threadIdx.x == 0) count(*m.state, job, slice.tokens, far_tokens);
   if (!conclude<kDim, kTiles>(args, slice, memory, sums, sum)) return;
   __syncthreads();

@@ -20,6 +20,7 @@ struct ForwardSplitLimits {
   std::uint32_t blocks = 1;       ///< of a cluster
   std::uint32_t most_shared = 0;  ///< bytes of shared memory of a block
   std::uint32_t shared_of_two = 0;  ///< likewise, of a block that leaves a multiprocessor room for another one
+  std::uint32_t attend_shared = 0;  ///< likewise, of a block that attends what it finds near; 0: none does
   std::uint32_t max_tokens = 0;   ///< of a sequence whose choice it can mark there
 };
 
@@ -112,6 +113,8 @@ void launch_forward_attend_whole(const ForwardMemory& memory, const ForwardScrat
 void launch_forward_attend_chosen(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,
                                   const AttendVariant& variant, std::uint32_t first, std::uint32_t last);
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+/// Whether `split` attends what it finds near, and nothing is left to `attend`.
+[[nodiscard]] bool attends_in_split(const ForwardMemory& memory, const ForwardScratch& scratch);
 void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 /// Waits for what the CPU chooses for lists [first, last), and describes it.
 void launch_forward_await(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,

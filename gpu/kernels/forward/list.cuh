@@ -125,6 +125,10 @@ class Found {
     __syncthreads();
   }
 
+  /// What find() has found: entries() of count().
+  [[nodiscard]] __device__ const std::uint32_t* entries() const { return entries_; }
+  [[nodiscard]] __device__ std::uint32_t count() const { return count_; }
+
   /// body(entry, whether there is one, Sums), as many entries as threads at a time.
   template <class Body>
   __device__ void for_each(const Body& body) const {
@@ -160,14 +164,15 @@ class Found {
 };
 static_assert(kThreads * kWord < 1u << 16, "what sum() adds has 16 bits");
 
-/// Writes what was found behind what has been listed. Near ones are used.
+/// Writes what was found behind what has been listed. Near ones are used, see ForwardMemory::keeps_near.
 __device__ inline void write(const ForwardMemory& m, const Work& work, const Found& found, Listed& at) {
+  const bool used = m.keeps_near(work.row);
   const auto forward = static_cast<std::uint32_t>(m.state->forward);
   found.for_each([&](std::uint32_t entry, bool there, const Sums& sums) {
     if ((entry & kNearBit) != 0) {
       const std::uint32_t place = entry & ~kNearBit;
       work.near_rows[at.near + (sums.before & 0xffffu)] = m.near_entry(work.plane, place);
-      m.near_rows[m.near_row(work.plane, place)].used = forward;
+      if (used) m.near_rows[m.near_row(work.plane, place)].used = forward;
     } else if (there) {
       work.far_rows[at.far + (sums.before >> 16)] = entry;
     }

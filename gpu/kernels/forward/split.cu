@@ -3,13 +3,15 @@
 
 #include <algorithm>
 #include <bit>
-#include <cuda/atomic>
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/cluster_launch.hpp"
 #include "gpu/kernels/compiled.hpp"
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/forward/list_all.cuh"
+#include "gpu/kernels/forward/near_part.cuh"
+#include "gpu/kernels/forward/split.cuh"
+#include "gpu/kernels/forward/split.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 
@@ -17,11 +19,6 @@ namespace sluice::gpu {
 namespace {
 
 using namespace forward;
-
-struct Shared {
-  ChoiceShared choice;
-  ListShared list;
-};
 
 /// Thread blocks for a job of so many near rows, of those that are launched: with less than a unit for each warp they
 /// would only wait for one another.
@@ -71,38 +68,6 @@ __device__ void write_jobs(const ForwardMemory& m, const ForwardScratch& scratch
   }
 }
 
-/// The last thread block to get here asks the workers, if any has far rows or a choice for them. Its fence is the only
-/// one across the link, and covers what all thread blocks wrote: one by every warp takes longer than the rest of a
-/// layer. `listed`, without those that are `fetched`, and `choices` are told by one block of a cluster.
-__device__ void ask(const ForwardMemory& m, std::uint32_t layer, const Listed& listed, std::uint32_t fetched,
-                    std::uint32_t choices) {
-  using Sum = cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device>;
-  ForwardState& state = *m.state;
-  if (listed.near != 0) Sum(state.near_tokens).fetch_add(listed.near, cuda::memory_order_relaxed);
-  if (listed.far != 0) Sum(state.far_tokens).fetch_add(listed.far, cuda::memory_order_relaxed);
-  if (fetched != 0) Sum(state.fetched_tokens).fetch_add(fetched, cuda::memory_order_relaxed);
-  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> total(state.layer_far_tokens);
-  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> arrived(state.arrived);
-  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> chosen(state.layer_choices);
-  if (listed.far != 0) total.fetch_add(listed.far, cuda::memory_order_relaxed);
-  if (choices != 0) chosen.fetch_add(choices, cuda::memory_order_relaxed);
-  if (arrived.fetch_add(1, cuda::memory_order_acq_rel) != gridDim.x * gridDim.y * gridDim.z - 1) return;
-  const std::uint32_t all_choices = chosen.load(cuda::memory_order_relaxed);
-  const bool wanted = total.load(cuda::memory_order_relaxed) != 0 || all_choices != 0;
-  state.layer_far_tokens = state.layer_choices = state.arrived = 0;
-  if (!wanted) return;
-  if (m.handover == Handover::stream) m.mailbox->gate.word = ForwardGate::closed(state.asked + 1);
-  auto& question = m.mailbox->question;
-  question.forward = state.forward;
-  question.layer = layer;
-  question.drafts = m.drafts;
-  question.choices = all_choices;
-  question.lists = gridDim.y * gridDim.z;
-  __threadfence_system();
-  cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system>(question.asked)
-      .store(++state.asked, cuda::memory_order_release);
-}
-
 /// Cluster (y, z): row z, KV head y. Of its thread blocks kAtOnce share a multiprocessor.
 template <int kAtOnce>
 __global__ void __launch_bounds__(kThreads, kAtOnce)
@@ -110,20 +75,12 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
                  const __grid_constant__ Foresight foresight, std::uint32_t layer, std::uint32_t room,
                  std::uint32_t list_room) {
   extern __shared__ Candidate memory[];  // Of a choice, then of what is found; and marks.
-  __shared__ Shared s;
+  __shared__ SplitShared s;
   detail::wait_for_kernel_before();
   // Both are requested before either is used: a load takes most of what this kernel does before it chooses.
   const ForwardStatus status = m.state->status;
   const ForwardRow row = m.rows[blockIdx.z].in(layer, m.window);
-  const std::uint32_t head = blockIdx.y;
-  const std::uint32_t index = blockIdx.z * m.shape.kv_heads + head;
-  const Work work{
-      .row = row,
-      .near_rows = m.near_lists + std::uint64_t{index} * list_room,
-      .far_rows = scratch.far_rows + std::uint64_t{index} * list_room,
-      .fetched = m.fetches() && row.asks == 0 ? scratch.fetched + std::uint64_t{index} * list_room : nullptr,
-      .index = index,
-      .plane = m.plane(layer, head)};
+  const Work work = work_of(m, scratch, row, layer, list_room);
   const bool first = detail::cluster_rank() == 0 && threadIdx.x == 0;
   if (status != ForwardStatus::running) {
     // `attend` runs all the same: on nothing, not on jobs that another bucket has left.
@@ -133,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
   Listed listed;
   bool foreseen = false;
   if (work.row.list != kNone) {
-    if (first) m.far_windows[index] = 0;
+    if (first) m.far_windows[work.index] = 0;
     const Marks marks(reinterpret_cast<std::uint32_t*>(memory + Choice::memory(room)), Part(work.row.tokens));
     if (work.row.whole()) {
       listed = list_all(m, work, s.list, marks.part());
@@ -145,24 +102,17 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
   }
   if (foreseen && threadIdx.x / kWarp == 1) learn_foreseen(m, work, foresight, s.choice.foreseen);
   if (threadIdx.x != 0) return;
-  if (!first) listed = {};
-  const std::uint32_t fetched = fetched_of(m, work, listed.far);
-  if (first) {
-    m.near_counts[index] = listed.near;
-    m.far_listed[index] = listed.far;
-    m.far_counts[index] = listed.far - fetched;
-    if (m.fetches()) m.fetch_heads[index] = fetched != 0 ? kAll : 0;
-    write_jobs(m, scratch, work, listed);
-  }
-  listed.far -= fetched;
-  ask(m, layer, listed, fetched, first && work.row.list != kNone ? work.row.asks : 0);
+  if (first) write_jobs(m, scratch, work, listed);
+  tell(m, layer, work, listed);
 }
 
 /// Candidates of a head that a block lists: as many as there is shared memory for beside the marks.
 constexpr std::uint32_t kMostRoom = 2048;
 constexpr std::uint32_t kLeastRoom = 512;
 constexpr std::uint32_t kLeastRoomOfTwo = 1024;  ///< with less, what a second block gains is lost to heads that miss
+constexpr std::uint32_t kLeastRoomAttended = 1024;  ///< the results of warps that attend lie there, too
 static_assert(Choice::memory(kLeastRoom) * sizeof(Candidate) >= Choice::kLeastBytes);
+static_assert(Choice::memory(kLeastRoomAttended) * sizeof(Candidate) >= NearPart<__nv_bfloat16, 128>::kBytes);
 
 constexpr std::uint64_t room_bytes(std::uint32_t room) { return Choice::memory(room) * sizeof(Candidate); }
 std::uint64_t marks_bytes(std::uint32_t tokens, std::uint32_t blocks) {
@@ -184,21 +134,58 @@ std::uint32_t blocks_of(const ForwardMemory& memory, const ForwardScratch& scrat
 
 }  // namespace
 
+namespace {
+
+/// What is given to a split kernel whose blocks may have so much shared memory in all.
+SplitLaunch launch_of(const ForwardMemory& memory, std::uint32_t blocks, std::uint64_t shared) {
+  const std::uint64_t marks = marks_bytes(memory.bucket.max_tokens, blocks);
+  const auto room = static_cast<std::uint32_t>(std::min<std::uint64_t>(kMostRoom, (shared - marks) / room_bytes(1)));
+  return {.grid = dim3(blocks, memory.shape.kv_heads, memory.bucket.decode_rows),
+          .bytes = static_cast<std::uint32_t>(room_bytes(room) + marks),
+          .room = room};
+}
+
+/// Longer sequences attend so many near rows that more multiprocessors than split has blocks for are worth a launch.
+constexpr std::uint32_t kMostTokensAttended = 1u << 18;
+
+/// Blocks of a cluster that attends what it finds near, one on a multiprocessor; 0: `attend` does that.
+std::uint32_t attending_blocks(const ForwardMemory& memory, const ForwardScratch& scratch) {
+  const ForwardSplitLimits& limits = scratch.split;
+  const AttendVariant variant = attend_variant(memory.shape, memory.layout, false);
+  if (limits.attend_shared == 0 || memory.bucket.whole || memory.drafts != 1 || memory.fetches() || variant.capped ||
+      variant.head_tiles != 1 || memory.shape.group() > kMostHeads || !TunedHeadDims::has(variant.head_dim))
+    return 0;
+  // Of choices by score alone: pages may leave layers that attend everything, which more blocks do faster.
+  if (!memory.bucket.top_k || memory.bucket.pages || memory.bucket.unbounded) return 0;
+  const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
+  if (lists > scratch.multiprocessors || memory.bucket.max_tokens > kMostTokensAttended) return 0;
+  const std::uint32_t blocks = std::min(blocks_of(memory, scratch), std::bit_floor(scratch.multiprocessors / lists));
+  const std::uint64_t least = room_bytes(kLeastRoomAttended) + marks_bytes(memory.bucket.max_tokens, blocks);
+  return least <= limits.attend_shared ? blocks : 0;
+}
+
+}  // namespace
+
+bool attends_in_split(const ForwardMemory& memory, const ForwardScratch& scratch) {
+  return attending_blocks(memory, scratch) != 0;
+}
+
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
+  if (const std::uint32_t attending = attending_blocks(memory, scratch); attending != 0) {
+    launch_split_attend(attend_variant(memory.shape, memory.layout, false),
+                        launch_of(memory, attending, scratch.split.attend_shared), memory, scratch, layer);
+    return;
+  }
   const std::uint32_t blocks = blocks_of(memory, scratch);
   const std::uint64_t marks = marks_bytes(memory.bucket.max_tokens, blocks);
   const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
   // One block alone leaves a multiprocessor idle while it waits, which shows where there are several for each.
   const bool two =
       lists * blocks > scratch.multiprocessors && scratch.split.shared_of_two >= room_bytes(kLeastRoomOfTwo) + marks;
-  const std::uint64_t shared = two ? scratch.split.shared_of_two : scratch.split.most_shared;
-  const auto room = static_cast<std::uint32_t>(std::min<std::uint64_t>(kMostRoom, (shared - marks) / room_bytes(1)));
-  const auto bytes = static_cast<std::uint32_t>(room_bytes(room) + marks);
-  const auto stream = static_cast<cudaStream_t>(layer.stream);
-  const Foresight foresight = foresight_of(memory, scratch, layer.layer);
-  OverlappingLaunch(dim3(blocks, memory.shape.kv_heads, memory.bucket.decode_rows), kThreads, bytes, stream, blocks)
-      .run(two ? split_kernel<2> : split_kernel<1>, "launch the split kernel of a forward", memory, scratch, foresight,
-           layer.layer, room, memory.list_room());
+  const SplitLaunch launch = launch_of(memory, blocks, two ? scratch.split.shared_of_two : scratch.split.most_shared);
+  OverlappingLaunch(launch.grid, kThreads, launch.bytes, static_cast<cudaStream_t>(layer.stream), blocks)
+      .run(two ? split_kernel<2> : split_kernel<1>, "launch the split kernel of a forward", memory, scratch,
+           foresight_of(memory, scratch, layer.layer), layer.layer, launch.room, memory.list_room());
 }
 
 namespace {
@@ -237,6 +224,7 @@ ForwardSplitLimits load_forward_split_kernels() {
   // Compiled for a device without clusters, it knows of none.
   if (compiled_for() < Compiled::clusters) limits.blocks = 1;
   while (limits.blocks > 1 && !fits()) limits.blocks /= 2;
+  limits.attend_shared = load_split_attend_kernels(static_cast<std::uint32_t>(most), limits.blocks);
   limits.max_tokens =
       static_cast<std::uint32_t>((limits.most_shared - room_bytes(kLeastRoom)) / (kChunk / 8) * kChunk * limits.blocks);
   return limits;
