@@ -1,9 +1,9 @@
 // Rows that the CPU has chosen for the device: thread blocks look up which of them lie near, and attend these there and
 // the others over the link, in the order in which they were chosen. So what comes out depends on no cache.
 
-#include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/attend/attend_kernel.cuh"
 #include "gpu/kernels/forward/forward.hpp"
+#include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.hpp"
 
 namespace sluice::gpu {
@@ -175,8 +175,7 @@ void launch_forward_attend_chosen(const ForwardMemory& memory, const ForwardScra
 namespace detail {
 void load_forward_attend_chosen_kernels() {
   const auto load = [](auto* kernel) {
-    cudaFuncAttributes attributes{};
-    check(cudaFuncGetAttributes(&attributes, kernel), "load the attend kernels of chosen rows");
+    load_kernel(kernel, "load the attend kernels of chosen rows");
   };
   for (const DType dtype : {DType::f16, DType::bf16}) {
     KernelHeadDims::each([&](std::uint32_t head_dim) {
