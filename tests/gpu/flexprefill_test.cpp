@@ -27,8 +27,9 @@ struct Choice {
 };
 
 /// Four heads: two that attend everywhere, one a column and one a diagonal.
-Prompt long_prompt(std::uint32_t tokens, DType dtype, std::uint32_t head_dim) {
-  Prompt prompt({.dtype = dtype, .tokens = tokens, .head_dim = head_dim, .group = 4, .page_tokens = 24}, dtype);
+Prompt long_prompt(std::uint32_t tokens, DType dtype, std::uint32_t head_dim, std::uint32_t page_tokens) {
+  Prompt prompt({.dtype = dtype, .tokens = tokens, .head_dim = head_dim, .group = 4, .page_tokens = page_tokens},
+                dtype);
   for (std::uint32_t token = 0; token < tokens; ++token) {
     for (std::uint32_t c = 0; c < head_dim; ++c) prompt.set_q(token, 3, c, prompt.q(token, 3, c) * 2.0);
     prompt.ask_for(token, 1, std::min(token, 777u), 12.0);
@@ -111,8 +112,9 @@ TEST_CASE("the GPU chooses blocks of a long prompt as the CPU does", "[gpu][flex
                FlexPrefillSpec{.gamma = 0.5f, .tau = 0.f, .min_budget = 0, .max_budget = 4'096},
                FlexPrefillSpec{.gamma = 0.3f, .tau = 0.f, .min_budget = 0, .lines = true});
   const auto dtype = GENERATE(DType::bf16, DType::f16);
-  CAPTURE(spec.gamma, spec.tau, spec.lines, to_string(dtype));
-  const Prompt prompt = long_prompt(20'000, dtype, dtype == DType::bf16 ? 128 : 64);
+  const auto page_tokens = GENERATE(24u, 32u);  // Without and with tensor copies, where there are these.
+  CAPTURE(spec.gamma, spec.tau, spec.lines, to_string(dtype), page_tokens);
+  const Prompt prompt = long_prompt(20'000, dtype, dtype == DType::bf16 ? 128 : 64, page_tokens);
   const std::vector<Range> ranges{{11'900, 8'100}, {0, 3'000}};
   const std::vector<Choice> found = on_gpu(prompt, ranges, spec, std::byte{0xff});
   for (std::size_t i = 0; i < ranges.size(); ++i) {
@@ -138,7 +140,8 @@ TEST_CASE("the GPU chooses blocks of a long prompt as the CPU does", "[gpu][flex
 TEST_CASE("the GPU's choice of blocks is the same bits every time, whatever its scratch memory held",
           "[gpu][flexprefill]") {
   const bool lines = GENERATE(false, true);
-  const Prompt prompt = long_prompt(9'001, DType::bf16, 128);
+  const auto page_tokens = GENERATE(24u, 32u);
+  const Prompt prompt = long_prompt(9'001, DType::bf16, 128, page_tokens);
   const std::vector<Range> ranges{{4'000, 5'001}, {9'000, 1}, {100, 300}};
   const FlexPrefillSpec spec{.gamma = 0.8f, .min_budget = 256, .lines = lines};
   const std::vector<Choice> once = on_gpu(prompt, ranges, spec, std::byte{0xff});

@@ -201,6 +201,44 @@ TEST_CASE("every dtype, head_dim, page size and group chooses as the reference d
   (void)require_right(*under_test, prompt, placed, {.first = 200, .count = 700}, {.gamma = 0.7f, .min_budget = 0});
 }
 
+TEST_CASE("every head of a group chooses for itself, whatever the others attend", "[backend][flexprefill]") {
+  // Heads of four kinds in turns: the first key has nearly all, a column, a diagonal, noise.
+  constexpr std::uint32_t kTokens = 1'429;
+  const auto group = GENERATE(1u, 3u, 4u, 8u);
+  const auto head_dim = GENERATE(64u, 128u);
+  CAPTURE(group, head_dim);
+  const auto under_test = backend_under_test();
+  Prompt prompt({.tokens = kTokens, .head_dim = head_dim, .group = group, .page_tokens = 32, .seed = 17}, DType::bf16);
+  for (std::uint32_t token = 0; token < kTokens; ++token) {
+    for (std::uint32_t head = 0; head < group; ++head) {
+      if (head % 4 == 0) prompt.ask_for(token, head, 0, 40.0);
+      if (head % 4 == 1) prompt.ask_for(token, head, std::min(token, kColumn), 12.0);
+      if (head % 4 == 2) prompt.ask_for(token, head, token - std::min(token, 300u), 12.0);
+    }
+  }
+  const PlacedPrompt placed(*under_test, prompt);
+  const FlexPrefillSpec spec{.gamma = 0.8f, .min_budget = 0};
+  const std::vector<Range> ranges{{0, 1}, {640, 789}, {0, 77}, {1'000, 0}, {512, 129}, {1'428, 1}};
+  std::vector<OwnTask> own;
+  std::vector<SelectBlocksTask> tasks;
+  for (const Range& range : ranges) tasks.push_back(own.emplace_back(*under_test, placed, range).task);
+  under_test->backend().select_blocks(tasks, spec, placed.strides, placed.shape, under_test->stream());
+  under_test->finish();
+  Pairs pairs;
+  for (std::size_t i = 0; i < ranges.size(); ++i) {
+    if (ranges[i].count == 0) continue;
+    CAPTURE(i);
+    const Selection found = own[i].result();
+    require_sound(found, ranges[i], spec);
+    for (std::uint32_t head = 0; head < group; ++head) {
+      const auto expected = reference::select_blocks(prompt, head, ranges[i].first, ranges[i].count, spec);
+      pairs.open += require_like(expected, found, head);
+      pairs.all += expected.causal;
+    }
+  }
+  REQUIRE(4 * pairs.open <= pairs.all);
+}
+
 TEST_CASE("an outlier and what is far below it", "[backend][flexprefill]") {
   const auto [outlier, gamma] = GENERATE(grid(std::array{10.0, 100.0}, std::array{0.9f, 1.f}));
   CAPTURE(outlier, gamma);
