@@ -160,6 +160,9 @@ std::uint32_t attending_blocks(const ForwardMemory& memory, const ForwardScratch
   const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
   if (lists > scratch.multiprocessors || memory.bucket.max_tokens > kMostTokensAttended) return 0;
   const std::uint32_t blocks = std::min(blocks_of(memory, scratch), std::bit_floor(scratch.multiprocessors / lists));
+  // The largest clusters are fast where many multiprocessors are free. (One H100, us a layer at 32K tokens, apart and
+  // so: one row 58 and 55, two 94 and 97, four 148 and 149, eight 233 and 220.)
+  if (blocks == kMostBlocks && 2 * lists * blocks > scratch.multiprocessors) return 0;
   const std::uint64_t least = room_bytes(kLeastRoomAttended) + marks_bytes(memory.bucket.max_tokens, blocks);
   return least <= limits.attend_shared ? blocks : 0;
 }

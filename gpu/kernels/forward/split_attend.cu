@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (!once) __syncthreads();
   }
   if (!asks) near.conclude();
-  __syncwarp();
+  __syncthreads();  // Also where the cluster is this block alone.
   detail::cluster_sync_own();
   near.merge(part);
   __syncwarp();
