@@ -75,7 +75,7 @@ class ForwardVerbs {
   /// Lists what a group attends, near rows here and far rows there, and asks the workers for the far part if there is
   /// one that the device does not fetch, or something to choose. What one head of a group chose all of them attend.
   virtual void split(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
-  /// Attends near rows; and of teams what some of their rows see and others do not, see ForwardEdge, near or far.
+  /// Attends near rows that `split` has not; of teams what some of their rows see and others do not, see ForwardEdge.
   virtual void attend(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Of a bucket that is whole: its rows attend all tokens, near ones there and far ones over the link, and outputs are
   /// written. Without windows, audits, drafts, and rows with scales.

@@ -113,13 +113,14 @@ class Found {
     const std::uint32_t in_page = (1u << page_shift) - 1;
     const bool any_near = m.near_pages != 0;
     const ForwardRow row_of_list = work.row;
+    const bool has_window = !work.row.whole();  // Else every token would be in it.
     for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) {
       const std::uint32_t token = entries[i];
       const std::uint32_t row = (blocks[token >> page_shift] << page_shift) | (token & in_page);
       const std::uint32_t entry = any_near ? near_of[row] : 0;
       const bool near = (entry & kNearBit) != 0;
       entries[i] = near ? entry : row;
-      if (!near && row_of_list.in_window(token)) m.far_windows[work.index] = 1;
+      if (!near && has_window && row_of_list.in_window(token)) m.far_windows[work.index] = 1;
     }
     count_ = count;
     __syncthreads();

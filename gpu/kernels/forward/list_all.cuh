@@ -65,7 +65,7 @@ __device__ __noinline__ inline Listed list_all(const ForwardMemory& m, const Wor
   Listed own;
 #pragma unroll 1
   for (std::uint32_t base = 0; base < part.count(); base += kTurn) own.add(sum(octet_at(base).counts(), s.sums));
-  detail::cluster_sync_own();  // All blocks have begun: their memory is there to be written to.
+  detail::cluster_sync();  // All blocks have begun: their memory is there to be written to.
   const auto [before, all] = exchange(s, part, own);
   Listed at = before;
 #pragma unroll 1

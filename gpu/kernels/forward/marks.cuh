@@ -107,7 +107,7 @@ __device__ inline bool mark(const ForwardMemory& m, const Work& work, const Fore
                             Candidate* lists, std::uint32_t room, const Marks& marks) {
   const ForwardRow& row = work.row;
   marks.fill([&](std::uint32_t first) { return window_bits(row, first) | masked(m, work, first); });
-  detail::cluster_sync_own();  // All blocks have begun: their memory is there to be written to, and so are their marks.
+  detail::cluster_sync();  // All blocks have begun: their memory is there to be written to, and so are their marks.
   if (row.in_pages()) {
     mark_in_pages(m, work, marks);
   } else if (row.picks != 0) {

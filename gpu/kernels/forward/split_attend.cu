@@ -17,14 +17,14 @@ namespace {
 
 using namespace forward;
 
-/// As split_kernel, without jobs for `attend`.
+/// As split_kernel, without jobs for `attend`; rows that attend everything are marked as others are.
 template <class T, int kDim>
 __global__ void __launch_bounds__(kThreads, 1)
     split_attend_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                         const __grid_constant__ Foresight foresight, std::uint32_t layer, std::uint32_t room,
                         std::uint32_t list_room, float score_scale) {
   using Near = NearPart<T, kDim>;
-  extern __shared__ Candidate memory[];  // Of a choice, then of what is found, then of results; and marks.
+  extern __shared__ __align__(16) Candidate memory[];  // Of a choice, then of what is found, then of results; and marks.
   __shared__ SplitShared s;
   __shared__ typename Near::Shared near_shared;
   detail::wait_for_kernel_before();

@@ -30,7 +30,7 @@ struct Case {
   std::uint32_t rows = 1;  ///< sequences; kBatchRows in a batch
 };
 /// Of a batch, from which on a GPU is full, whatever the KV heads: 4 sequences of 8 KV heads are 32 lists, for which
-/// `split` has 8 thread blocks each, two for each multiprocessor of the largest devices.
+/// `split` has a thread block for each multiprocessor of the largest devices, or two.
 constexpr std::uint32_t kBatchRows = 4;
 
 struct Program {
