@@ -116,12 +116,12 @@ else
 fi
 serve=${RECORD_SERVE:-$serve}
 
-. "$root/tools/record_speed.sh"
-. "$root/tools/record_models.sh"
+. "$root/tools/record/speed.sh"
+. "$root/tools/record/models.sh"
 
 # What parts take with a GPU is at most 7 minutes by what they were split by, none newly timed: tasks-*-short is 224 answers of 14 policies. By that
 # paired-* (128 answers) takes 4 minutes, more of long_copy, whose answers have hundreds of bytes; dtype-* (192) 6; question-seen (16 for each of
-# 8 policies) 4; recall-* and psa-* under 1; flex-* a half each, as prefill-layer-* has longer prompts. Others: record_speed.sh, record_models.sh.
+# 8 policies) 4; recall-* and psa-* under 1; flex-* a half each, as prefill-layer-* has longer prompts. Others: record/speed.sh, record/models.sh.
 
 # One name a line, in the order in which tables show them. A name is also that of the part's file.
 parts() {
@@ -274,7 +274,7 @@ part_name() {
 
 merge() {
   # shellcheck disable=SC2046 # Names have no blanks.
-  python3 "$root/tools/record_tables.py" "$out" $(parts) >"$out/tables.md.new" || return
+  python3 "$root/tools/record/tables.py" "$out" $(parts) >"$out/tables.md.new" || return
   mv "$out/tables.md.new" "$out/tables.md"
   cat "$out/tables.md"
   set --

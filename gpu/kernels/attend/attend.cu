@@ -24,18 +24,14 @@ void load_attend_kernels() {
   const auto load = [](auto* kernel) {
     load_kernel(kernel, "load the attend kernels");
   };
-  for (const DType dtype : {DType::f16, DType::bf16}) {
-    KernelHeadDims::each([&](std::uint32_t head_dim) {
-      for (const std::uint32_t tiles : {1u, 2u}) {
-        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles}, load);
-        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .capped = true}, load);
-        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .scored = true}, load);
-        if (dtype != DType::bf16) continue;
-        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .scaled = true}, load);
-        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .capped = true, .scaled = true}, load);
-      }
-    });
-  }
+  detail::each_plain_variant([&](AttendVariant variant) {
+    with_kernel(variant, load);
+    variant.scaled = true;
+    if (variant.dtype == DType::bf16) with_kernel(variant, load);
+    variant.scaled = false;
+    variant.scored = true;  // Capped or not is one kernel.
+    if (!variant.capped) with_kernel(variant, load);
+  });
 }
 
 }  // namespace sluice::gpu

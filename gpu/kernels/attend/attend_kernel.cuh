@@ -94,4 +94,17 @@ void with_attend_kernel(const AttendVariant& variant, const Use& use) {
   with_tiled_kernel<T, kDim, 1>(variant, use);
 }
 
+/// use(variant) of every dtype, head_dim and number of head tiles, soft-capped and not.
+template <class Use>
+void each_plain_variant(const Use& use) {
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    KernelHeadDims::each([&](std::uint32_t head_dim) {
+      for (const std::uint32_t tiles : {1u, 2u}) {
+        for (const bool capped : {false, true})
+          use(AttendVariant{.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .capped = capped});
+      }
+    });
+  }
+}
+
 }  // namespace sluice::gpu::detail

@@ -221,17 +221,9 @@ void launch_forward_attend_whole(const ForwardMemory& memory, const ForwardScrat
 
 namespace detail {
 void load_forward_attend_whole_kernels() {
-  const auto load = [](auto* kernel) {
-    load_kernel(kernel, "load the attend kernels of whole rows");
-  };
-  for (const DType dtype : {DType::f16, DType::bf16}) {
-    KernelHeadDims::each([&](std::uint32_t head_dim) {
-      for (const std::uint32_t tiles : {1u, 2u}) {
-        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles}, load);
-        with_kernel({.dtype = dtype, .head_dim = head_dim, .head_tiles = tiles, .capped = true}, load);
-      }
-    });
-  }
+  each_plain_variant([](const AttendVariant& variant) {
+    with_kernel(variant, [](auto* kernel) { load_kernel(kernel, "load the attend kernels of whole rows"); });
+  });
 }
 }  // namespace detail
 

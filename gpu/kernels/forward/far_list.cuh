@@ -9,12 +9,7 @@ namespace sluice::gpu::forward {
 /// blocks read in each other's `own`.
 __device__ inline Listed list_far(const ForwardMemory& m, const Work& work, Listed& own, Found& found,
                                   const Part& part) {
-  Listed mine;
-#pragma unroll 1
-  for (std::uint32_t base = 0; base < part.count(); base += found.turn()) {
-    found.find(m, work, base);
-    found.for_each([&](std::uint32_t, bool, const Sums& sums) { mine.add(sums); });
-  }
+  const Listed mine = find_rows(m, work, found, part);
   if (threadIdx.x == 0) own = mine;
   detail::cluster_sync_own();
   const std::uint32_t b = threadIdx.x % kWarp;

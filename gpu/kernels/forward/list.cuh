@@ -204,16 +204,21 @@ __device__ inline void send_far(const ForwardMemory& m, const Work& work, std::u
   __syncthreads();
 }
 
-/// Lists what is marked, the blocks' parts one after the other; returns what all list. All threads of the cluster.
-__device__ inline Listed list_rows(const ForwardMemory& m, const Work& work, ListShared& s, Found& found,
-                                   const Part& part) {
+/// Finds what is marked, and counts it. All threads.
+__device__ inline Listed find_rows(const ForwardMemory& m, const Work& work, Found& found, const Part& part) {
   Listed own;
 #pragma unroll 1
   for (std::uint32_t base = 0; base < part.count(); base += found.turn()) {
     found.find(m, work, base);
     found.for_each([&](std::uint32_t, bool, const Sums& sums) { own.add(sums); });
   }
-  const auto [before, all] = exchange(s, part, own);
+  return own;
+}
+
+/// Lists what is marked, the blocks' parts one after the other; returns what all list. All threads of the cluster.
+__device__ inline Listed list_rows(const ForwardMemory& m, const Work& work, ListShared& s, Found& found,
+                                   const Part& part) {
+  const auto [before, all] = exchange(s, part, find_rows(m, work, found, part));
   Listed at = before;
 #pragma unroll 1
   for (std::uint32_t base = 0; base < part.count(); base += found.turn()) {

@@ -132,10 +132,6 @@ std::uint32_t blocks_of(const ForwardMemory& memory, const ForwardScratch& scrat
   return blocks;
 }
 
-}  // namespace
-
-namespace {
-
 /// What is given to a split kernel whose blocks may have so much shared memory in all.
 SplitLaunch launch_of(const ForwardMemory& memory, std::uint32_t blocks, std::uint64_t shared) {
   const std::uint64_t marks = marks_bytes(memory.bucket.max_tokens, blocks);

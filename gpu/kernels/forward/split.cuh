@@ -27,8 +27,7 @@ __device__ inline Work work_of(const ForwardMemory& m, const ForwardScratch& scr
 
 /// What all thread blocks together have found in a layer.
 struct Arrived {
-  bool last = false;  ///< this block is the last to get here: it asks the workers, if there is anything for them
-  bool wanted = false;
+  bool wanted = false;  ///< there is something for the workers, and this block, the last to get here, asks them
   std::uint32_t choices = 0;
 };
 
@@ -47,7 +46,7 @@ __device__ inline Arrived arrive(const ForwardMemory& m, const Listed& listed, s
   if (listed.far != 0) total.fetch_add(listed.far, cuda::memory_order_relaxed);
   if (choices != 0) chosen.fetch_add(choices, cuda::memory_order_relaxed);
   if (arrived.fetch_add(1, cuda::memory_order_acq_rel) != gridDim.x * gridDim.y * gridDim.z - 1) return {};
-  Arrived all{.last = true, .choices = chosen.load(cuda::memory_order_relaxed)};
+  Arrived all{.choices = chosen.load(cuda::memory_order_relaxed)};
   all.wanted = total.load(cuda::memory_order_relaxed) != 0 || all.choices != 0;
   state.layer_far_tokens = state.layer_choices = state.arrived = 0;
   return all;

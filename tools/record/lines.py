@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A report of lines of JSON: record_lines.py FILE VERSION."""
+"""A report of lines of JSON: lines.py FILE VERSION."""
 
 import json
 import pathlib
@@ -22,10 +22,10 @@ def cpu():
 
 def main():
     if len(sys.argv) != 3:
-        sys.exit("usage: record_lines.py FILE VERSION")
+        sys.exit("usage: lines.py FILE VERSION")
     found = [json.loads(line) for line in pathlib.Path(sys.argv[1]).read_text().splitlines() if line.startswith("{")]
     if not found:
-        sys.exit(f"record_lines.py: error: {sys.argv[1]} has no line of JSON; the benchmark printed no result")
+        sys.exit(f"lines.py: error: {sys.argv[1]} has no line of JSON; the benchmark printed no result")
     print(json.dumps({"host": {"gpu": gpu(), "cpu": cpu()}, "version": sys.argv[2].split()[-1],
                       "results": {"models": found}}, indent=1))
 

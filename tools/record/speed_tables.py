@@ -1,6 +1,6 @@
-"""Tables of the record's parts that record_speed.sh measures, and of those whose rows are shown as they are."""
+"""Tables of the record's parts that speed.sh measures, and of those whose rows are shown as they are."""
 
-from record_shown import cell, code, percent, table, thousands, unique
+from shown import cell, code, percent, table, thousands, unique
 
 
 def in_columns(title, *columns):

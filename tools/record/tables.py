@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Markdown tables from the JSON files that tools/record.sh wrote: record_tables.py DIR PART...
+"""Markdown tables from the JSON files that tools/record.sh wrote: tables.py DIR PART...
 
 A part is the name of a file without .json. Parts that are missing, or were interrupted, are named first.
 """
@@ -8,8 +8,8 @@ import json
 import pathlib
 import sys
 
-from record_shown import cell, code, percent, table, thousands, unique
-from record_speed_tables import PRINTERS
+from shown import cell, code, percent, table, thousands, unique
+from speed_tables import PRINTERS
 
 
 def load(directory, names):
@@ -237,7 +237,7 @@ def print_machines(reports):
 
 def main():
     if len(sys.argv) < 3:
-        sys.exit("usage: record_tables.py DIR PART...")
+        sys.exit("usage: tables.py DIR PART...")
     directory, names = pathlib.Path(sys.argv[1]), sys.argv[2:]
     reports, lacking = load(directory, names)
     if lacking:
