@@ -23,8 +23,12 @@ int run(const BenchGpuOptions& options) {
     if (section != "attention" && section != "kernels")
       throw Error(Errc::invalid_argument, "--sections: unknown section '" + section + "'; have attention, kernels");
   }
-  if (!options.trace.empty() && std::ranges::find(sections, "attention") == sections.end())
+  const bool forwards = std::ranges::find(sections, "attention") != sections.end();
+  if (!options.trace.empty() && !forwards)
     throw Error(Errc::invalid_argument, "--trace: kernels alone have no trace; say --sections attention");
+  if (options.costs && (!forwards || options.dense_only))
+    throw Error(Errc::invalid_argument,
+                "--costs: only forwards of an engine have them; say --sections attention, without --dense-only");
   const AttentionShape shape = named_shape(options.shape_name, options.shape);
   const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--length");
   const std::vector<GpuCase> cases = gpu_cases(options);
@@ -110,6 +114,8 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
   add_dense_tokens(*command, options->dense_tokens, "0");
   add_seed(*command, options->seed, "Seed of the synthetic layer");
   command->add_option("--sections", options->sections, "Comma list of attention, kernels")->capture_default_str();
+  command->add_flag("--costs", options->costs,
+                    "Also show what a layer takes beyond what it reads: kernels, the question, the answer's way back");
   command->add_flag("--dense-only", options->dense_only, "Only dense attention in device memory");
   add_device_flags(*command, options->device);
   add_trace(*command, options->trace);
@@ -122,7 +128,9 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
       "in which the device waits for the CPU, `answer` what the CPU takes from seeing a question to its answer, and\n"
       "`promoted` tokens brought near per forward, layer and KV head, `missed` query heads of a layer whose choice "
       "was\n"
-      "not foreseen and took a second look at all scores. No step comes twice.");
+      "not foreseen and took a second look at all scores. No step comes twice. Of --costs `scan` is what is read to\n"
+      "choose and `near` near rows, at the highest rate of dense attention in the run, so that it wants a long one, too;\n"
+      "`far` is the answer. What a forward takes once is in every layer's part: take as many layers as a model has.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

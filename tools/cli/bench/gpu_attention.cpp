@@ -10,6 +10,7 @@
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/bench/batch_rows.hpp"
+#include "tools/cli/bench/cost_table.hpp"
 #include "tools/cli/bench/device.hpp"
 #include "tools/cli/bench/gpu_table.hpp"
 #include "tools/cli/bench/graph.hpp"
@@ -79,6 +80,7 @@ class GpuBench {
     }
   }
   [[nodiscard]] Table take() { return table_.take(); }
+  [[nodiscard]] Table costs() const { return costs_.take(); }
   [[nodiscard]] const DeviceInfo& device() const noexcept { return device_->info(); }
   [[nodiscard]] float fetch_share() const noexcept { return fetch_share_.share; }
   /// What `automatic` comes to.
@@ -107,6 +109,9 @@ class GpuBench {
         throw Error(Errc::device, "bench gpu: dense attention of " + std::to_string(rows) +
                                       " sequences is not what the first of them gives alone; nothing of it was timed");
       dense_us_[rows] = percentile(dense.time(9), 0.5);
+      const double tokens = rows * mean_length(rows, length);
+      costs_.add_dense(2.0 * static_cast<double>(layer.options().layout.row_bytes()) * tokens * shape_.kv_heads,
+                       dense_us_[rows]);
       if (shown) table_.add_dense(length, rows, dense_us_[rows]);
     }
   }
@@ -131,6 +136,7 @@ class GpuBench {
       GpuRow& row = repeats[repeats.size() / 2];
       row.worst_us = median(repeats.back());
       table_.add(row);
+      costs_.add(row);
     }
     if (!options_.trace.empty()) trace(length, each, layer, steps);
   }
@@ -150,11 +156,16 @@ class GpuBench {
                .layers = options_.layers,
                .steps = options_.steps,
                .kv_heads = shape_.kv_heads,
+               .layout = {.page_tokens = layer.options().layout.page_tokens,
+                          .head_dim = shape_.head_dim,
+                          .dtype = options_.kv_dtype},
                .mean_tokens = mean_length(each.rows, length) + options_.warm_up + 0.5 * options_.steps,
                .dense_us = dense_us_.at(each.rows),
                .output_error = error_};
     row.layer_us = forwards.time(options_.steps, graph, &row.calling_us);
     row.stats = since(before, forwards.engine().stats());
+    row.verbs = forwards.verbs();
+    row.graph_nodes = forwards.graph_nodes();
     row.memory = forwards.engine().memory();
     if (each.all_near && row.stats.far_tokens + row.stats.fetched_tokens != 0)
       throw Error(Errc::device, "bench gpu: " + std::to_string(row.stats.far_tokens + row.stats.fetched_tokens) +
@@ -266,6 +277,7 @@ class GpuBench {
   double error_ = 0.0;
   std::optional<scheduler::LaneRates> rates_;  ///< measured once they are asked for
   GpuTable table_;
+  CostTable costs_;
   TraceLog log_;
 };
 
@@ -305,6 +317,7 @@ void bench_gpu_attention(const BenchGpuOptions& options, const AttentionShape& s
   } catch (const Interrupted&) {  // The rows that are finished are a result.
   }
   report.tables.push_back(bench.take());
+  if (options.costs) report.tables.push_back(bench.costs());
   if (!options.trace.empty()) bench.deliver_traces(trace_target, report.tables);
 }
 

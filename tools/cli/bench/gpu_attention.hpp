@@ -40,6 +40,7 @@ struct BenchGpuOptions {
   std::uint32_t audited_steps = 4;
   std::uint64_t seed = 0;
   bool dense_only = false;
+  bool costs = false;  ///< what a layer takes beyond what it reads, too
   DeviceFlags device;
   std::string trace;  ///< a file; empty: none
   OutputOptions output;
@@ -59,7 +60,7 @@ struct GpuCase {
 /// @throws Error{Errc::invalid_argument} for what none of these can be
 [[nodiscard]] std::vector<GpuCase> gpu_cases(const BenchGpuOptions& options);
 
-/// Times forwards of an engine beside dense attention in device memory: the table, tables of traces, and in `config`
+/// Times forwards of an engine beside dense attention in device memory: the table, tables of costs and traces, and in `config`
 /// what was found out about the machine. Interrupted, it gives what is finished.
 void bench_gpu_attention(const BenchGpuOptions& options, const AttentionShape& shape,
                          std::span<const std::uint32_t> lengths, std::vector<GpuCase> cases,
