@@ -1,6 +1,6 @@
 // What traced forwards tell of the pipeline in which the CPU chooses, and what a layer may take by that.
-#include "tests/support/catch.hpp"
 #include "tools/cli/bench/pipeline_times.hpp"
+#include "tests/support/catch.hpp"
 
 using namespace sluice;
 using namespace sluice::tools;
@@ -8,12 +8,8 @@ using namespace sluice::tools;
 namespace {
 
 TraceSpan span(Stage stage, std::uint32_t layer, std::uint32_t thread, double begin_us, double end_us) {
-  return {.stage = stage,
-          .lane = lane_of(stage),
-          .layer = layer,
-          .thread = thread,
-          .begin_us = begin_us,
-          .end_us = end_us};
+  return {
+      .stage = stage, .lane = lane_of(stage), .layer = layer, .thread = thread, .begin_us = begin_us, .end_us = end_us};
 }
 
 TraceStall stall(Actor actor, StallCause cause, double begin_us, double end_us) {
@@ -23,18 +19,15 @@ TraceStall stall(Actor actor, StallCause cause, double begin_us, double end_us) 
 /// Two layers, the second of which brings rows near. In the first two threads choose, the second one later.
 ForwardTrace two_layers() {
   ForwardTrace trace{.forward = 7, .done = true};
-  trace.spans = {span(Stage::split, 0, 0, 0, 10),          span(Stage::fetch, 0, 0, 20, 100),
-                 span(Stage::fetch, 1, 0, 130, 200),       span(Stage::promote, 1, 0, 200, 208),
-                 span(Stage::choose_far, 0, 1, 40, 70),    span(Stage::choose_far, 0, 0, 12, 50),
-                 span(Stage::choose_far, 1, 0, 125, 145),  span(Stage::attend_far, 0, 1, 70, 500)};
-  trace.stalls = {stall(Actor::device, StallCause::unseen, 10, 12),
-                  stall(Actor::device, StallCause::choosing, 20, 70),
-                  stall(Actor::device, StallCause::arriving, 70, 100),
-                  stall(Actor::device, StallCause::choosing, 130, 145),
-                  stall(Actor::device, StallCause::arriving, 145, 208),
-                  stall(Actor::device, StallCause::enqueuing, 100, 120),
-                  stall(Actor::workers, StallCause::computing, 0, 12),
-                  stall(Actor::host, StallCause::computing, 0, 210)};
+  trace.spans = {span(Stage::split, 0, 0, 0, 10),         span(Stage::fetch, 0, 0, 20, 100),
+                 span(Stage::fetch, 1, 0, 130, 200),      span(Stage::promote, 1, 0, 200, 208),
+                 span(Stage::choose_far, 0, 1, 40, 70),   span(Stage::choose_far, 0, 0, 12, 50),
+                 span(Stage::choose_far, 1, 0, 125, 145), span(Stage::attend_far, 0, 1, 70, 500)};
+  trace.stalls = {
+      stall(Actor::device, StallCause::unseen, 10, 12),     stall(Actor::device, StallCause::choosing, 20, 70),
+      stall(Actor::device, StallCause::arriving, 70, 100),  stall(Actor::device, StallCause::choosing, 130, 145),
+      stall(Actor::device, StallCause::arriving, 145, 208), stall(Actor::device, StallCause::enqueuing, 100, 120),
+      stall(Actor::workers, StallCause::computing, 0, 12),  stall(Actor::host, StallCause::computing, 0, 210)};
   return trace;
 }
 

@@ -27,7 +27,8 @@ int run(const BenchGpuOptions& options) {
                   "--sections: unknown section '" + section + "'; have attention, kernels, pipeline");
   }
   if (!options.trace.empty() && std::ranges::find(sections, "attention") == sections.end())
-    throw Error(Errc::invalid_argument, "--trace: of the sections attention alone writes one; say --sections attention");
+    throw Error(Errc::invalid_argument,
+                "--trace: of the sections attention alone writes one; say --sections attention");
   const AttentionShape shape = named_shape(options.shape_name, options.shape);
   const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--length");
   (void)parse_prefetch(options.prefetch);
@@ -148,15 +149,12 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
       "`promoted` tokens brought near per forward, layer and KV head, `missed` query heads of a layer whose choice "
       "was\n"
       "not foreseen and took a second look at all scores. No step comes twice.\n"
-      "The section pipeline places policies `stream`, whatever --placements says: what the CPU chooses crosses the "
-      "link.\n"
-      "Of forwards that are traced behind those that are timed: `choice` is what the CPU takes to choose for a layer,\n"
-      "`waited` what the device waits for that, `exposed` what it waits for the link, to attend rows and to bring them "
-      "\n"
-      "near. `goal` is 1.15 x (choice + exposed bytes / rate of the link) + 12 us, with the rate of scattered pages by\n"
-      "the device's transfer profile (config.gather_gbps; without a GPU, of host memory). No token that is attended "
-      "may\n"
-      "depend on --prefetch, which is checked. What a device chooses itself has no such parts.");
+      "The section pipeline places policies `stream`, whatever --placements says: what the CPU chooses crosses the\n"
+      "link. By forwards that are traced behind those that are timed `choice` is what the CPU takes to choose for a\n"
+      "layer, `waited` what the device waits for that, `exposed` what it waits for the link, to attend rows and to\n"
+      "bring them near. `goal` is 1.15 x (choice + exposed bytes / rate of the link) + 12 us, by the rate of scattered\n"
+      "pages in the device's transfer profile; without a GPU, of host memory. That what is attended does not depend on\n"
+      "--prefetch is checked. What a device chooses by itself has no such parts.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

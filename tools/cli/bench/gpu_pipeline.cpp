@@ -155,18 +155,14 @@ class PipelineBench {
     const PageLayout layout{.page_tokens = kGpuPageTokens, .head_dim = shape.head_dim, .dtype = options_.kv_dtype};
     const double token_bytes = static_cast<double>(layout.page_bytes()) / layout.page_tokens;
     const double link_bytes = token_bytes * static_cast<double>(stats.fetched_tokens + stats.promoted) / layers;
-    std::vector<Json> row{length,
-                          each.policy,
-                          each.rows,
-                          prefetch ? "on" : "off",
-                          measured.layer_us,
-                          dense_us / measured.layer_us};
+    std::vector<Json> row{
+        length, each.policy, each.rows, prefetch ? "on" : "off", measured.layer_us, dense_us / measured.layer_us};
     append_parts(measured, link_bytes, row);
-    row.insert(row.end(), {share(measured.attended(), all),
-                           share(stats.near_tokens, static_cast<double>(measured.attended())),
-                           share(stats.fetched_tokens, all), share(stats.promoted, layers * shape.kv_heads),
-                           audited.coverage.mean(),
-                           share(audited.bypassed_heads, static_cast<double>(audited.tokens) * shape.q_heads)});
+    row.insert(
+        row.end(),
+        {share(measured.attended(), all), share(stats.near_tokens, static_cast<double>(measured.attended())),
+         share(stats.fetched_tokens, all), share(stats.promoted, layers * shape.kv_heads), audited.coverage.mean(),
+         share(audited.bypassed_heads, static_cast<double>(audited.tokens) * shape.q_heads)});
     table_.rows.push_back(std::move(row));
   }
 
