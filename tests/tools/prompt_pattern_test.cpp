@@ -99,7 +99,7 @@ TEST_CASE("rows follow from the seed and their place alone", "[cli]") {
   for (const PromptStructure structure :
        {PromptStructure::vertical_slash, PromptStructure::query_aware, PromptStructure::uniform}) {
     CAPTURE(to_string(structure));
-    CHECK(parse_prompt_structure(to_string(structure)) == structure);
+    CHECK(parse_prompt_structure(to_string(structure), "--structure") == structure);
     const PromptPattern pattern(structure, kShape, 7);
     const PromptPattern other(structure, kShape, 8);
     const std::vector<float> q = query_of(pattern, 5, 1000);
