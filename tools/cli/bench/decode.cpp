@@ -77,13 +77,15 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
   command->add_option("--random-weights", options->random_weights, "A known shape with random weights")
       ->type_name("NAME")
       ->capture_default_str();
-  command
-      ->add_option("--structure", options->structure,
-                   "Attend synthetic rows instead of the model's: vertical_slash, narrow_slash, query_aware, or uniform, "
-                   "of which nothing can be left out; each layer and sequence has its own "
-                   "[default: the model's rows behind random ones]")
-      ->type_name("NAME");
-  add_seed(*command, options->seed, "Seed of --structure");
+  auto* structure =
+      command
+          ->add_option(
+              "--structure", options->structure,
+              "Attend synthetic rows instead of the model's: vertical_slash, narrow_slash, query_aware, or uniform, "
+              "of which nothing can be left out; each layer and sequence has its own "
+              "[default: the model's rows behind random ones]")
+          ->type_name("NAME");
+  add_seed(*command, options->seed, "Seed of --structure")->needs(structure);
   command->add_option("--length", options->lengths, "Comma list of prompt lengths in tokens, K allowed")
       ->capture_default_str();
   command
@@ -119,9 +121,11 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
   add_device_flags(*command, options->device);
   add_output(*command, options->output);
   command->footer(
-      "The prompt's keys and values are random numbers, or synthetic, and imported without computing them; decoding is\n"
+      "The prompt's keys and values are random numbers, or synthetic, and imported without computing them; decoding "
+      "is\n"
       "the model's own, enqueued layer by layer: with --structure, too, all that it computes but which rows are\n"
-      "attended. Same tokens: share that is as by the first method. With --drafts times are of forwards, which accept one token of those that they "
+      "attended. Same tokens: share that is as by the first method. With --drafts times are of forwards, which accept "
+      "one token of those that they "
       "verify.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }

@@ -57,10 +57,10 @@ class EngineAttention final : public Attention {
     bucket_.audit = false;
     for (std::uint32_t i = 0; i < options.sequences; ++i) {
       items_.push_back({.sequence = engine_.begin(policy), .tokens = options.largest.decode_rows / options.sequences});
-      prompt.for_each_chunk(
-          i, tokens, [&](LayerId layer, const TensorView& k, const TensorView& v, const TensorView& q) {
-            engine_.import_prefix(items_[i].sequence, layer, k, v, stream_, q);
-          });
+      prompt.for_each_chunk(i, tokens,
+                            [&](LayerId layer, const TensorView& k, const TensorView& v, const TensorView& q) {
+                              engine_.import_prefix(items_[i].sequence, layer, k, v, stream_, q);
+                            });
     }
   }
   void begin() override { batch_ = engine_.plan(items_, bucket_, stream_); }

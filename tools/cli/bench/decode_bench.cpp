@@ -32,9 +32,8 @@ std::vector<Verified> timed(const BenchDecodeOptions& options, const DecodeMetho
 
 /// Of tokens that were decoded by two methods.
 double share_of_same(const std::vector<int>& tokens, const std::vector<int>& others) {
-  const std::size_t same =
-      std::transform_reduce(tokens.begin(), tokens.end(), others.begin(), std::size_t{0}, std::plus<>(),
-                            [](int a, int b) { return std::size_t{a == b}; });
+  const std::size_t same = std::transform_reduce(tokens.begin(), tokens.end(), others.begin(), std::size_t{0},
+                                                 std::plus<>(), [](int a, int b) { return std::size_t{a == b}; });
   return static_cast<double>(same) / static_cast<double>(tokens.size());
 }
 

@@ -60,7 +60,7 @@ class DecodeBench {
  private:
   /// What forwards came to.
   struct Decoded {
-    std::vector<double> ms{};  ///< of each; empty: there is no room
+    std::vector<double> ms{};   ///< of each; empty: there is no room
     std::vector<int> tokens{};  ///< that the first sequence would go on with
   };
   /// What a row of the table says.
@@ -90,7 +90,8 @@ class DecodeBench {
   /// As many sequences at a time as there is room for; the others wait for their turn.
   Run run_dense(const DecodeBatch& batch, const Verified& verified);
   Run run_engine(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified);
-  void add_row(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified, const Run& run, First& first);
+  void add_row(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified, const Run& run,
+               First& first);
   /// Forwards of new tokens of which the first of each sequence stays.
   Decoded decode(Attention& attention, std::uint32_t position, std::uint32_t steps, std::uint32_t sequences,
                  const Verified& verified);

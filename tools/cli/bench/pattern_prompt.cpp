@@ -94,12 +94,12 @@ void PatternPrompt::for_each_chunk(std::uint32_t sequence, std::uint32_t tokens,
     for (LayerId layer{0}; layer.value < shape_.layers; ++layer.value) {
       const std::uint32_t from = at == 0 ? 0 : shift(sequence, layer.value) + at;
       const std::byte* const row = keys_->data() + 2ull * from * shape_.kv_heads * d * sizeof(std::uint16_t);
-      const auto [none, k, v] = qkv_views(dense_view(row, DType::bf16, count, 2 * shape_.kv_heads, d), 0,
-                                          shape_.kv_heads);
+      const auto [none, k, v] =
+          qkv_views(dense_view(row, DType::bf16, count, 2 * shape_.kv_heads, d), 0, shape_.kv_heads);
       const std::uint32_t given = at + count == tokens ? std::min(shown, count) : 0;
       const std::uint64_t plane = std::uint64_t{sequence} * shape_.layers + layer.value;
-      const std::byte* const q = queries_->data() + (plane * kShownQueries + shown - given) * shape_.q_heads * d *
-                                                        sizeof(std::uint16_t);
+      const std::byte* const q =
+          queries_->data() + (plane * kShownQueries + shown - given) * shape_.q_heads * d * sizeof(std::uint16_t);
       put(layer, k, v, dense_view(q, DType::bf16, given, shape_.q_heads, d));
     }
   }
@@ -109,9 +109,9 @@ AttentionCall PatternPrompt::attended(const AttentionCall& call, std::uint32_t p
   const std::uint64_t step = position - options_.tokens;
   const std::uint64_t first = (step * shape_.layers + call.layer.value) * options_.sequences;
   const std::uint64_t next = drafts == 1 ? 1 : std::uint64_t{shape_.layers} * options_.sequences;
-  TensorView rows = dense_view<const std::byte>(rows_->data() + first * row_elements() * sizeof(std::uint16_t),
-                                                DType::bf16, call.q.tokens, shape_.q_heads + 2 * shape_.kv_heads,
-                                                shape_.head_dim);
+  TensorView rows =
+      dense_view<const std::byte>(rows_->data() + first * row_elements() * sizeof(std::uint16_t), DType::bf16,
+                                  call.q.tokens, shape_.q_heads + 2 * shape_.kv_heads, shape_.head_dim);
   rows.token_stride = next * row_elements();
   const auto [q, k, v] = qkv_views(rows, shape_.q_heads, shape_.kv_heads);
   return {.layer = call.layer, .q = q, .k = k, .v = v, .out = call.out};

@@ -196,8 +196,9 @@ void add_model_flags(CLI::App& command, BenchServeOptions& options) {
       ->type_name("NAME")
       ->excludes(model);
   command
-      .add_option("--structure", options.structure,
-                  "What is attended: vertical_slash, narrow_slash, query_aware, or uniform, of which nothing can be left out")
+      .add_option(
+          "--structure", options.structure,
+          "What is attended: vertical_slash, narrow_slash, query_aware, or uniform, of which nothing can be left out")
       ->capture_default_str();
   add_size(
       command, "--kv-size", options.kv_bytes,

@@ -25,10 +25,10 @@ enum class PromptStructure : std::uint8_t {
 
 /// The rows of one layer of a prompt, each a function of the seed, its head and its position alone.
 ///
-/// vertical_slash, narrow_slash: score(i, j) = sink(j) + passage(j) + bands(i - j) + noise. A band is a sum of rotary pairs that
-/// peaks at one distance, as RoPE makes them; the sum's other distances are its background. Each head shares a row's
-/// mass among the three in proportions of its own and leaves some 5% to the background, whatever the row's length.
-/// query_aware: keys of a block share one of 16 directions, more or less of it by block, and so do the queries.
+/// vertical_slash, narrow_slash: score(i, j) = sink(j) + passage(j) + bands(i - j) + noise. A band is a sum of rotary
+/// pairs that peaks at one distance, as RoPE makes them; the sum's other distances are its background. Each head shares
+/// a row's mass among the three in proportions of its own and leaves some 5% to the background, whatever the row's
+/// length. query_aware: keys of a block share one of 16 directions, more or less of it by block, and so do the queries.
 /// All have an outlier channel, a large constant in every key, and some elements four times as large as they would be.
 class PromptPattern {
  public:
@@ -57,7 +57,7 @@ class PromptPattern {
 
   PromptStructure structure_;
   AttentionShape shape_;
-  std::uint32_t passage_;                               ///< tokens of a passage
+  std::uint32_t passage_;                           ///< tokens of a passage
   std::uint64_t keys_, values_, queries_, places_;  ///< keys of the random streams
   std::uint32_t pairs_;
   std::vector<double> frequency_;  ///< [pairs] radians per token
