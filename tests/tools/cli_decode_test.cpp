@@ -33,7 +33,8 @@ double number(const json& row, const char* key) { return row.at(key).get<double>
 
 }  // namespace
 
-TEST_CASE("bench decode: every method attends the same synthetic rows, of which few hold most of the softmax", "[cli]") {
+TEST_CASE("bench decode: every method attends the same synthetic rows, of which few hold most of the softmax",
+          "[cli]") {
   const auto rows = rows_of(
       "--structure narrow_slash --length 8K --batch 2 --steps 8 --warm-up 32 --audit 2 "
       "--methods 'dense;near/full;hybrid/full;stream/full;near/sluice;hybrid/sluice'");

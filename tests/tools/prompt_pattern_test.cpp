@@ -98,9 +98,8 @@ TEST_CASE("columns and bands are wanted by all rows, topics by one block of quer
 }
 
 TEST_CASE("rows follow from the seed and their place alone", "[cli]") {
-  for (const PromptStructure structure :
-       {PromptStructure::vertical_slash, PromptStructure::narrow_slash, PromptStructure::query_aware,
-        PromptStructure::uniform}) {
+  for (const PromptStructure structure : {PromptStructure::vertical_slash, PromptStructure::narrow_slash,
+                                          PromptStructure::query_aware, PromptStructure::uniform}) {
     CAPTURE(to_string(structure));
     CHECK(parse_prompt_structure(to_string(structure), "--structure") == structure);
     const PromptPattern pattern(structure, kShape, 7);
