@@ -26,6 +26,8 @@ speed_parts() {
   for what in lengths batch 512K; do echo "decode-near-$what"; done # 60 each [b]
   echo decode-model        # 90 [d]: 2 lengths, 3 methods
   echo decode-model-batch  # 120 [d]: four prompts of 128K, and one at a time for dense attention
+  echo decode-pattern      # 100 [d]: as decode-model
+  echo decode-pattern-batch # 140 [d]: as decode-model-batch, and a forward of all is audited: 32 GiB of keys
   for size in 8G 16G 32G; do echo "decode-memory-32K-$size"; done # 120 each [d]: 16 prompts of 32K at most, 64 GiB of host memory
   for size in 8G 16G 32G; do echo "decode-memory-128K-$size"; done # 120 each [d]
   echo decode-drafts       # 120 [d]
@@ -168,6 +170,14 @@ measure_speed() {
       ;;
     decode-model-batch)
       decode_model "$1" --length 128K --batch 4 --kv-size 16G --steps 8 --warm-up 24 --methods "dense;hybrid/$budget"
+      ;;
+    decode-pattern)
+      decode_model "$1" --structure narrow_slash --length 32K,128K --steps 16 --warm-up 96 --audit 1 \
+        --methods "dense;near/sluice;hybrid/sluice"
+      ;;
+    decode-pattern-batch)
+      decode_model "$1" --structure narrow_slash --length 128K --batch 4 --kv-size 16G --steps 16 --warm-up 96 --audit 1 \
+        --methods "dense;hybrid/sluice"
       ;;
     decode-memory-*) decode_memory "$1" "${1#decode-memory-}" ;;
     decode-drafts)

@@ -42,11 +42,13 @@ def print_layer(found):
 
 def print_model(found):
     print("Decoding: whole models\n")
-    table(["part", "tokens", "sequences", "memory, GiB", "method", "at once", "ms", "tokens/s", "x first"],
+    table(["part", "tokens", "sequences", "memory, GiB", "method", "at once", "ms", "tokens/s", "x first",
+           "attended", "near", "coverage"],
           [[part(r), thousands(r["length_tokens"]), str(r["batch"]),
             cell(r["kv_bytes"] / 2**30 if r["kv_bytes"] else None, "{:g}"), code(r["method"]), str(r["at_once"]),
             cell(r.get("tpot_p50_ms", r.get("forward_p50_ms"))), cell(r["tokens_per_s"], "{:.0f}"),
-            cell(r["speedup_over_first"])] for r in found])
+            cell(r["speedup_over_first"]), percent(r["attended_share"]), percent(r["near_hit_share"]),
+            cell(r["coverage_mean"])] for r in found])
 
 
 def print_serve(found):
