@@ -13,6 +13,7 @@ speed_parts() {
   echo cpu-ragged
   echo plan
   echo serve
+  echo ablation            # 70 [b]: eight layers; exact top-k of 128K tokens takes the CPU 7 ms a layer
   [ "$device" != host ] || return 0
   echo decode-lengths      # 80 [b]: six lengths, of which 64K and 128K are three quarters
   echo decode-256K         # 40 [b]: as 128K with 32 layers
@@ -59,6 +60,24 @@ plan() {
     "$out/plan-policies.json" "$out/plan-fp8.json" -o json --output "$out/plan.json"
   "$sluice" plan --machine "$out/plan-machine.json" --length 4K,8K,16K,32K,64K,128K,256K,512K \
     --policies "sluice;quest;twilight;lfps" --plot "$out/plan.svg" >"$out/plan.txt"
+}
+
+# What history, the bypass of heads and near memory earn where the CPU chooses and what it chooses crosses the link: the
+# papers' policies, which candidates come from history, and heads whose softmax lies on the sinks.
+ablation() {
+  whole=$1 of_history="history | int4 | top_k=max(64, 1%)"
+  pipeline() {
+    name=$1
+    shift
+    "$sluice" bench gpu --device "$device" --sections pipeline --prefetch on,off --layers "$ablation_layers" --steps 12 \
+      --warm-up 48 "$@" -o json --output "$out/$name.json"
+  }
+  pipeline "$whole" --length "$ablation_lengths" --policies "lfps;topk;psa"
+  pipeline "$whole-sources" --length "${ablation_lengths%%,*}" \
+    --policies "$of_history;history+pages${of_history#history};pages${of_history#history}"
+  pipeline "$whole-sinks" --length "${ablation_lengths%%,*}" --pattern uniform \
+    --sinks 0.5,0.72,0.78,0.83,0.88,0.92,0.97,0.99 \
+    --policies "lfps;lfps | bypass=off;topk | bypass=sink:0.85;topk"
 }
 
 # decode_layer NAME [option...]: attention of a layer, of the default policy unless an option says otherwise.
@@ -124,6 +143,7 @@ measure_speed() {
         --ragged 1K --rows 8 -o json --output "$out/$1.json"
       ;;
     plan) plan ;;
+    ablation) ablation "$1" ;;
     # PSA's experiment: the highest rate that each method holds, with the same device memory for keys and values.
     serve)
       # shellcheck disable=SC2086 # Options.

@@ -42,6 +42,8 @@ class SyntheticForwards {
   std::vector<double> time(std::uint32_t count, bool graph = false, std::vector<double>* calling = nullptr);
   /// Whether the next steps are audited, if it was made for audits; they are at first.
   void audit(bool on) noexcept { bucket_.audit = on; }
+  /// Whether the next steps are traced, likewise.
+  void trace(bool on) noexcept { bucket_.trace = on; }
   /// Output of the first layer and row, of the forward that was run last: [q_heads, head_dim].
   [[nodiscard]] std::vector<float> out() const;
   [[nodiscard]] const sluice::Engine& engine() const noexcept { return *engine_; }
