@@ -86,15 +86,17 @@ TEST_CASE("what the CPU chooses again and again comes near, and what is chosen s
   Story story(kShape, kTokens, 103);
   story.repeat_query();  // The same is chosen in every step.
   if (rig.kv_dtype != DType::f32) story.round_queries();
-  const PolicySpec policy = parse_policy(GENERATE("psa | page=16", "exact | top_k=40 | near=0,sinks=4,recent=16"));
+  const PolicySpec policy = parse_policy(GENERATE("psa | page=16", "exact | top_k=40 | near=0,sinks=4,recent=16",
+                                                  "history | top_k=40 | near=0,sinks=4,recent=16"));
   CAPTURE(policy.name);
   struct Step {
     std::vector<float> out;
     std::uint64_t near, fetched;
   };
   // With room for so many pages; a second sequence shares the prompt, and both go on in one batch.
-  const auto decoded = [&](std::uint32_t near) {
+  const auto decoded = [&](std::uint32_t near, std::uint32_t promotions) {
     EngineOptions options = paged_options(rig, 2, near, policy.pages.digest);
+    options.promotions = promotions;
     options.placement = PlacementMode::stream;
     options.largest.audit = true;
     Engine engine(options, rig.device);
@@ -121,21 +123,27 @@ TEST_CASE("what the CPU chooses again and again comes near, and what is chosen s
     }
     return std::pair(std::move(steps), engine.audit(teller.id));
   };
-  const auto [bare, chosen] = decoded(0);
+  const auto [bare, chosen] = decoded(0, kMostPromotions);
+  const auto [fetched, fetched_audit] = decoded(40, 0);  // Nothing comes near but new tokens.
+  require_same_audit(fetched_audit, chosen);
   for (const std::uint32_t near : {5u, 40u}) {  // Less than what is chosen, and room for everything.
     CAPTURE(near);
-    const auto [cached, audit] = decoded(near);
+    const auto [cached, audit] = decoded(near, kMostPromotions);
     require_same_audit(audit, chosen);
     for (std::size_t i = 0; i < bare.size(); ++i) {
       CAPTURE(i);
       REQUIRE(difference(cached[i].out, bare[i].out) < tolerance(rig));
       REQUIRE(bare[i].near == 0);
       REQUIRE(cached[i].near + cached[i].fetched == bare[i].fetched);
+      REQUIRE(difference(fetched[i].out, bare[i].out) < tolerance(rig));
+      REQUIRE(fetched[i].near + fetched[i].fetched == bare[i].fetched);
     }
     // Rows of 8 bits cross the link in every step.
     if (rig.kv_dtype == DType::fp8_e4m3) continue;
     REQUIRE(cached.back().fetched < bare.back().fetched);
-    if (near == 40) REQUIRE(20 * cached.back().fetched < cached.front().fetched);
+    if (near != 40) continue;
+    REQUIRE(20 * cached.back().fetched < cached.front().fetched);
+    REQUIRE(20 * cached.back().fetched < fetched.back().fetched);
   }
 }
 

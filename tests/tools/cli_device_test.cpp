@@ -78,7 +78,9 @@ TEST_CASE("a wrong value of a device option is named, with the values that there
       {"bench decode --batch 2 --drafts 2", "--batch", "one sequence"},
       {"bench decode --drafts 33", "--drafts", "[1, 32]"},
       {"bench gpu --device host --pattern odd", "'odd'", "structured, uniform"},
-      {"bench gpu --device host --sections odd", "'odd'", "attention, kernels"},
+      {"bench gpu --device host --sections odd", "'odd'", "attention, kernels, pipeline"},
+      {"bench gpu --device host --sections pipeline --prefetch odd", "'odd'", "on,off"},
+      {"bench gpu --device host --sections pipeline --prefetch ,", "--prefetch", "on,off"},
       {"bench gpu --device host --shape odd", "'odd'", "llama-3.1-8b"},
       {"bench gpu --device host --placements far", "\"far\"", "hybrid, stream"},
       {kRun + "--placement auto", "\"auto\"", "hybrid, stream"},
@@ -199,6 +201,42 @@ TEST_CASE("bench gpu with room for all tokens attends nothing far, and chooses w
     CHECK(near.at("answer_us") == 0);
     CHECK(near.at("near_share").get<double>() == Approx(far.at("far_share").get<double>()));
     CHECK(near.at("coverage_mean").get<double>() == Approx(far.at("coverage_mean").get<double>()).epsilon(1e-3));
+  }
+}
+
+TEST_CASE("bench gpu: what crosses the link depends on prefetch, what is attended does not", "[cli]") {
+  const Outcome outcome = without_gpu(
+      "bench gpu --device host --shape testbed --length 1K --layers 2 --steps 8 --warm-up 24 --threads 1 --near 0.3 "
+      "--policies 'lfps;topk;psa:mass=0.8;pages | int4 | top_k=64' --sections pipeline -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json report = json::parse(outcome.out);
+  const double gbps = report.at("config").at("gather_gbps");
+  CHECK(gbps > 0.0);
+  const json rows = report.at("results").at("pipeline");
+  REQUIRE(rows.size() == 4 * 2);
+  for (std::size_t i = 0; i < rows.size(); i += 2) {
+    const json &on = rows.at(i), &off = rows.at(i + 1);
+    CAPTURE(on.dump(), off.dump());
+    CHECK(on.at("prefetch") == "on");
+    CHECK(off.at("prefetch") == "off");
+    CHECK(on.at("method") == off.at("method"));
+    CHECK(on.at("attended_share") == off.at("attended_share"));
+    CHECK(off.at("promoted") == 0.0);
+    CHECK(on.at("near_hit_share") > off.at("near_hit_share"));
+    CHECK(on.at("fetched_share") < off.at("fetched_share"));
+    const bool on_device = on.at("method") == "pages | int4 | top_k=64";
+    for (const json* const row : {&on, &off}) {
+      CHECK(row->at("choice_us").is_null() == on_device);
+      CHECK(row->at("goal_us").is_null() == on_device);
+      if (on_device) continue;
+      const double choice = row->at("choice_us"), bytes = row->at("exposed_bytes"), goal = row->at("goal_us");
+      CHECK(choice > 0.0);
+      CHECK(row->at("exposed_us") >= row->at("brought_us"));
+      CHECK(bytes <= row->at("link_bytes"));
+      CHECK(goal == Approx(1.15 * (choice + bytes / (1e3 * gbps)) + 12.0));
+      CHECK(row->at("layer_over_goal").get<double>() == Approx(row->at("layer_us").get<double>() / goal));
+    }
   }
 }
 

@@ -25,7 +25,8 @@ Outcome record(const std::string& arguments, const std::string& command = sluice
                              "/testbed' RECORD_SHORT=512 RECORD_LONG=600 RECORD_COUNT=1 "
                              "RECORD_TEXT_LENGTHS=512 RECORD_TEXT_TOKENS=20 RECORD_TEXTS=1 RECORD_PAIRS=1 "
                              "RECORD_SWEEP_LENGTH=512 RECORD_FLEX_LENGTH=512 RECORD_CPU_BATCH=512 "
-                             "RECORD_CPU_RAGGED=2K RECORD_SERVE='--random-weights tiny --kv-size 2M --host-size 4M "
+                             "RECORD_CPU_RAGGED=2K RECORD_ABLATION_LENGTHS=512 RECORD_SERVE='--random-weights tiny "
+                             "--kv-size 2M --host-size 4M "
                              "--prompt 64 --answer 4 --rates 20,40 --seconds 0.2 --tbt-limit 1000' "
                              "RECORD_POLICIES='full;streaming:recent=8' sh '" +
                              kData + "/../../tools/record.sh' " + arguments);
@@ -101,7 +102,8 @@ TEST_CASE("what the record times, and what it asks of models, are options that t
     const std::string part = list.substr(blank + 1, list.find('\n', at) - blank - 1);
     const bool wanted = part.starts_with("decode-") || part.starts_with("cpu-") || part.starts_with("flex-") ||
                         part.starts_with("paired-k") || part.starts_with("recall-1") || part.starts_with("psa-") ||
-                        part.starts_with("dtype-f") || part == "question-seen" || part == "link" || part == "serve";
+                        part.starts_with("dtype-f") || part == "question-seen" || part == "link" || part == "serve" ||
+                        part == "ablation";
     const bool alike =
         part.ends_with("-8G") || part.ends_with("-16G") || part.ends_with("0.2") || part.ends_with("0.3");
     if (!wanted || alike) continue;
@@ -111,14 +113,15 @@ TEST_CASE("what the record times, and what it asks of models, are options that t
     CHECK(json::parse(read_file(made.file(part + ".json"))).contains("results"));
     ++parts;
   }
-  CHECK(parts > 33);
+  CHECK(parts > 34);
   if (std::system("python3 -c '' 2>/dev/null") != 0) return;
   const Outcome merged = record(directory + "--merge", command);
   CAPTURE(merged.err);
   REQUIRE(merged.code == 0);
   for (const char* const title :
        {"Decoding: one layer, us", "Decoding: whole models", "Requests as they come", "The highest of these rates",
-        "FlexPrefill by gamma", "Answers beside those of dense", "Batches on the CPU", "Other element types"})
+        "FlexPrefill by gamma", "Answers beside those of dense", "Batches on the CPU", "Other element types",
+        "| ablation-sinks | 512 | `lfps \\| bypass=off` | off |"})
     CHECK(contains(merged.out, title));
 }
 

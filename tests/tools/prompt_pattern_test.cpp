@@ -59,12 +59,14 @@ double best_blocks(const PromptPattern& pattern, std::uint32_t q_head, std::uint
 
 TEST_CASE("a few blocks hold nearly all attention of a structured prompt, and little of a uniform one", "[cli]") {
   const PromptPattern columns(PromptStructure::vertical_slash, kShape, 3);
+  const PromptPattern narrow(PromptStructure::narrow_slash, kShape, 3);
   const PromptPattern topics(PromptStructure::query_aware, kShape, 3);
   const PromptPattern uniform(PromptStructure::uniform, kShape, 3);
   for (const std::uint32_t position : {kTokens - 1, kTokens / 2 + 77}) {
     for (std::uint32_t head = 0; head < kShape.q_heads; ++head) {
       CAPTURE(position, head);
       CHECK(best_blocks(columns, head, position) > 0.85);
+      CHECK(best_blocks(narrow, head, position) > 0.85);
       CHECK(best_blocks(topics, head, position) > 0.85);
       CHECK(best_blocks(uniform, head, position) < 0.3);
     }
@@ -96,10 +98,10 @@ TEST_CASE("columns and bands are wanted by all rows, topics by one block of quer
 }
 
 TEST_CASE("rows follow from the seed and their place alone", "[cli]") {
-  for (const PromptStructure structure :
-       {PromptStructure::vertical_slash, PromptStructure::query_aware, PromptStructure::uniform}) {
+  for (const PromptStructure structure : {PromptStructure::vertical_slash, PromptStructure::narrow_slash,
+                                          PromptStructure::query_aware, PromptStructure::uniform}) {
     CAPTURE(to_string(structure));
-    CHECK(parse_prompt_structure(to_string(structure)) == structure);
+    CHECK(parse_prompt_structure(to_string(structure), "--structure") == structure);
     const PromptPattern pattern(structure, kShape, 7);
     const PromptPattern other(structure, kShape, 8);
     const std::vector<float> q = query_of(pattern, 5, 1000);

@@ -13,6 +13,7 @@ speed_parts() {
   echo cpu-ragged
   echo plan
   echo serve
+  echo ablation            # 70 [b]: eight layers; exact top-k of 128K tokens takes the CPU 7 ms a layer
   [ "$device" != host ] || return 0
   echo decode-lengths      # 80 [b]: six lengths, of which 64K and 128K are three quarters
   echo decode-256K         # 40 [b]: as 128K with 32 layers
@@ -25,6 +26,8 @@ speed_parts() {
   for what in lengths batch 512K; do echo "decode-near-$what"; done # 60 each [b]
   echo decode-model        # 90 [d]: 2 lengths, 3 methods
   echo decode-model-batch  # 120 [d]: four prompts of 128K, and one at a time for dense attention
+  echo decode-pattern      # 100 [d]: as decode-model
+  echo decode-pattern-batch # 140 [d]: as decode-model-batch, and a forward of all is audited: 32 GiB of keys
   for size in 8G 16G 32G; do echo "decode-memory-32K-$size"; done # 120 each [d]: 16 prompts of 32K at most, 64 GiB of host memory
   for size in 8G 16G 32G; do echo "decode-memory-128K-$size"; done # 120 each [d]
   echo decode-drafts       # 120 [d]
@@ -57,6 +60,24 @@ plan() {
     "$out/plan-policies.json" "$out/plan-fp8.json" -o json --output "$out/plan.json"
   "$sluice" plan --machine "$out/plan-machine.json" --length 4K,8K,16K,32K,64K,128K,256K,512K \
     --policies "sluice;quest;twilight;lfps" --plot "$out/plan.svg" >"$out/plan.txt"
+}
+
+# What history, the bypass of heads and near memory earn where the CPU chooses and what it chooses crosses the link: the
+# papers' policies, which candidates come from history, and heads whose softmax lies on the sinks.
+ablation() {
+  whole=$1 of_history="history | int4 | top_k=max(64, 1%)"
+  pipeline() {
+    name=$1
+    shift
+    "$sluice" bench gpu --device "$device" --sections pipeline --prefetch on,off --layers "$ablation_layers" --steps 12 \
+      --warm-up 48 "$@" -o json --output "$out/$name.json"
+  }
+  pipeline "$whole" --length "$ablation_lengths" --policies "lfps;topk;psa"
+  pipeline "$whole-sources" --length "${ablation_lengths%%,*}" \
+    --policies "$of_history;history+pages${of_history#history};pages${of_history#history}"
+  pipeline "$whole-sinks" --length "${ablation_lengths%%,*}" --pattern uniform \
+    --sinks 0.5,0.72,0.78,0.83,0.88,0.92,0.97,0.99 \
+    --policies "lfps;lfps | bypass=off;topk | bypass=sink:0.85;topk"
 }
 
 # decode_layer NAME [option...]: attention of a layer, of the default policy unless an option says otherwise.
@@ -122,6 +143,7 @@ measure_speed() {
         --ragged 1K --rows 8 -o json --output "$out/$1.json"
       ;;
     plan) plan ;;
+    ablation) ablation "$1" ;;
     # PSA's experiment: the highest rate that each method holds, with the same device memory for keys and values.
     serve)
       # shellcheck disable=SC2086 # Options.
@@ -148,6 +170,14 @@ measure_speed() {
       ;;
     decode-model-batch)
       decode_model "$1" --length 128K --batch 4 --kv-size 16G --steps 8 --warm-up 24 --methods "dense;hybrid/$budget"
+      ;;
+    decode-pattern)
+      decode_model "$1" --structure narrow_slash --length 32K,128K --steps 16 --warm-up 96 --audit 1 \
+        --methods "dense;near/sluice;hybrid/sluice"
+      ;;
+    decode-pattern-batch)
+      decode_model "$1" --structure narrow_slash --length 128K --batch 4 --kv-size 16G --steps 16 --warm-up 96 --audit 1 \
+        --methods "dense;hybrid/sluice"
       ;;
     decode-memory-*) decode_memory "$1" "${1#decode-memory-}" ;;
     decode-drafts)

@@ -42,11 +42,13 @@ def print_layer(found):
 
 def print_model(found):
     print("Decoding: whole models\n")
-    table(["part", "tokens", "sequences", "memory, GiB", "method", "at once", "ms", "tokens/s", "x first"],
+    table(["part", "tokens", "sequences", "memory, GiB", "method", "at once", "ms", "tokens/s", "x first",
+           "attended", "near", "coverage"],
           [[part(r), thousands(r["length_tokens"]), str(r["batch"]),
             cell(r["kv_bytes"] / 2**30 if r["kv_bytes"] else None, "{:g}"), code(r["method"]), str(r["at_once"]),
             cell(r.get("tpot_p50_ms", r.get("forward_p50_ms"))), cell(r["tokens_per_s"], "{:.0f}"),
-            cell(r["speedup_over_first"])] for r in found])
+            cell(r["speedup_over_first"]), percent(r["attended_share"]), percent(r["near_hit_share"]),
+            cell(r["coverage_mean"])] for r in found])
 
 
 def print_serve(found):
@@ -89,13 +91,23 @@ print_cost = in_columns(
     ("attended", lambda row: percent(row["attended_share"])), ("far bytes", lambda row: percent(row["far_bytes_share"])),
     ("link bytes", lambda row: percent(row["link_bytes_share"])), ("coverage", number("coverage_mean", "{:.4f}")))
 
+print_ablation = in_columns(
+    "What crosses the link where the CPU chooses: parts of a layer, us, and what it may take", ("part", part),
+    ("tokens", lambda row: thousands(row["length_tokens"])), ("policy", lambda row: code(row["method"])),
+    ("prefetch", number("prefetch", "{}")), ("us/layer", number("layer_us", "{:.1f}")),
+    ("x dense", number("speedup_over_dense", "{:.2f}")), ("choice", number("choice_us", "{:.1f}")),
+    ("exposed", number("exposed_us", "{:.1f}")), ("goal", number("goal_us", "{:.1f}")),
+    ("x goal", number("layer_over_goal", "{:.2f}")), ("attended", lambda row: percent(row["attended_share"])),
+    ("of it near", lambda row: percent(row["near_hit_share"])), ("fetched", lambda row: percent(row["fetched_share"])),
+    ("coverage", number("coverage_mean", "{:.3f}")), ("bypassed", lambda row: percent(row["bypassed_share"])))
+
 # Prefix of a part, table of its report, and what shows its rows.
 PRINTERS = [("core-kernels", "kernels", everything("One core: kernels")),
             ("cpu-", "attention", everything("Batches on the CPU")),
             ("flex-", "prefill", print_flex), ("paired-", "pairs", print_paired),
             ("question-seen", "eval", print_cost), ("dtype-", "eval", print_cost), ("recall-", "eval", print_cost),
             ("psa-", "eval", print_cost),
-            ("plan", "compared", print_plan), ("serve", "serve", print_serve), ("serve", "held", print_held),
+            ("ablation", "pipeline", print_ablation), ("plan", "compared", print_plan), ("serve", "serve", print_serve), ("serve", "held", print_held),
             ("decode-", "attention", print_layer), ("decode-", "decode", print_model),
             *[("model-" + name, "models", everything("Models of transformers: " + name))
               for name in ("generate", "logits", "loop", "beside")],

@@ -12,9 +12,14 @@ from shown import cell, code, percent, table, thousands, unique
 from speed_tables import PRINTERS
 
 
+# What a part writes beside the file of its name.
+FURTHER = {"ablation": ["ablation-sources", "ablation-sinks"]}
+
+
 def load(directory, names):
     """Reports by the name of their part, and what lacks."""
     reports, lacking = {}, []
+    names = [each for name in names for each in (name, *FURTHER.get(name, []))]
     for name in names:
         file = directory / (name + ".json")
         if not file.exists():

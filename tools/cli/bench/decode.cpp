@@ -8,6 +8,7 @@
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/engine_flags.hpp"
 #include "tools/cli/far_flag.hpp"
+#include "tools/cli/synthetic/prompt_pattern.hpp"
 #include "tools/cli/text/values.hpp"
 
 namespace sluice::tools {
@@ -20,6 +21,7 @@ int run(BenchDecodeOptions& options) {
   const std::vector<std::uint32_t> batches = parse_counts(options.batches, "--batch");
   const std::vector<std::uint64_t> kv_sizes = parse_kv_sizes(options.kv_sizes);
   (void)parse_share(options.near, "--near");
+  if (!options.structure.empty()) (void)parse_prompt_structure(options.structure, "--structure");
   if (options.drafts != 1 && batches != std::vector<std::uint32_t>{1})
     throw Error(Errc::invalid_argument, "--drafts beside --batch: drafts are timed of one sequence; leave one out");
   for (const DecodeMethod& method : methods)  // Refused before anything is built.
@@ -41,6 +43,8 @@ int run(BenchDecodeOptions& options) {
   Report report{.command = "bench decode",
                 .config = {{"model", options.model},
                            {"random_weights", options.random_weights},
+                           {"structure", options.structure.empty() ? Json() : Json(options.structure)},
+                           {"seed", options.seed},
                            {"lengths", lengths},
                            {"batches", batches},
                            {"kv_sizes", kv_sizes},
@@ -52,6 +56,7 @@ int run(BenchDecodeOptions& options) {
                            {"kv_dtype", to_string(options.kv_dtype)},
                            {"steps", options.steps},
                            {"warm_up", options.warm_up},
+                           {"audited", options.audited},
                            {"drafts", options.drafts},
                            {"threads", options.threads},
                            {"device", bench.device().info().name},
@@ -72,6 +77,15 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
   command->add_option("--random-weights", options->random_weights, "A known shape with random weights")
       ->type_name("NAME")
       ->capture_default_str();
+  auto* structure =
+      command
+          ->add_option(
+              "--structure", options->structure,
+              "Attend synthetic rows instead of the model's: vertical_slash, narrow_slash, query_aware, or uniform, "
+              "of which nothing can be left out; each layer and sequence has its own "
+              "[default: the model's rows behind random ones]")
+          ->type_name("NAME");
+  add_seed(*command, options->seed, "Seed of --structure")->needs(structure);
   command->add_option("--length", options->lengths, "Comma list of prompt lengths in tokens, K allowed")
       ->capture_default_str();
   command
@@ -97,6 +111,9 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
   add_kv_dtype(*command, "--kv-dtype", options->kv_dtype, "Element type of keys and values in host memory");
   add_count(*command, "--steps", options->steps, "Timed tokens", {.least = 1, .most = 4096});
   add_count(*command, "--warm-up", options->warm_up, "Tokens before those", {.most = 4096});
+  add_count(*command, "--audit", options->audited,
+            "Tokens behind those that are held against exact attention, to say how much of it is covered",
+            {.most = 4096});
   add_count(*command, "--drafts", options->drafts,
             "Also forwards of as many new tokens of a sequence, one of which stays: one by one, and together",
             {.least = 1, .most = kMostGroup});
@@ -104,8 +121,11 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
   add_device_flags(*command, options->device);
   add_output(*command, options->output);
   command->footer(
-      "The prompt's keys and values are random numbers, imported without computing them; decoding is the model's own,\n"
-      "enqueued layer by layer. With --drafts times are of forwards, which accept one token of those that they "
+      "The prompt's keys and values are random numbers, or synthetic, and imported without computing them; decoding "
+      "is\n"
+      "the model's own, enqueued layer by layer: with --structure, too, all that it computes but which rows are\n"
+      "attended. Same tokens: share that is as by the first method. With --drafts times are of forwards, which accept "
+      "one token of those that they "
       "verify.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }

@@ -1,9 +1,12 @@
 #include "tools/cli/bench/decode_bench.hpp"
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
 
 #include "cpu/device/host_device.hpp"
 #include "scheduler/plan/forward_rows.hpp"
+#include "tools/cli/bench/pattern_prompt.hpp"
 #include "tools/cli/engine_flags.hpp"
 #include "tools/cli/far_flag.hpp"
 #include "tools/cli/text/values.hpp"
@@ -27,6 +30,13 @@ std::vector<Verified> timed(const BenchDecodeOptions& options, const DecodeMetho
   return {{}, {.rows = options.drafts}, together};
 }
 
+/// Of tokens that were decoded by two methods.
+double share_of_same(const std::vector<int>& tokens, const std::vector<int>& others) {
+  const std::size_t same = std::transform_reduce(tokens.begin(), tokens.end(), others.begin(), std::size_t{0},
+                                                 std::plus<>(), [](int a, int b) { return std::size_t{a == b}; });
+  return static_cast<double>(same) / static_cast<double>(tokens.size());
+}
+
 /// For trying the command out, not for its times.
 std::shared_ptr<Device> host_device() {
   const cpu::Topology topology;
@@ -40,19 +50,19 @@ DecodeBench::DecodeBench(const BenchDecodeOptions& options, std::shared_ptr<Devi
       model_(load_model(options.model, options.model.empty() ? options.random_weights : "", options.threads, device)),
       device_(device ? device : host_device()),
       shape_(model_.config().shape()),
-      prompt_(*device_, shape_),
       stream_(device_->create_stream("bench")),
       near_(parse_share(options.near, "--near")) {
   table_ = {.key = "decode",
-            .title = std::string("Time per ") + (options.drafts == 1 ? "output token" : "forward") +
-                     " behind a random prompt; " + kDecodeNote,
+            .title = std::string("Time per ") + (options.drafts == 1 ? "output token" : "forward") + " behind a " +
+                     (options.structure.empty() ? "random prompt; " : "synthetic prompt; ") + kDecodeNote,
             .columns = {},
             .rows = {}};
 }
 
 void DecodeBench::run(std::uint32_t length, std::uint32_t batch, std::uint64_t kv_bytes,
                       const std::vector<DecodeMethod>& methods, ProgressBar& bar) {
-  std::optional<double> first;
+  take_prompt(length, batch);
+  First first;
   for (std::size_t m = 0; m < methods.size(); ++m) {
     bar.update(m, methods.size(),
                std::to_string(batch) + " x " + std::to_string(length) + " tokens: " + methods[m].name);
@@ -62,19 +72,34 @@ void DecodeBench::run(std::uint32_t length, std::uint32_t batch, std::uint64_t k
   }
 }
 
-void DecodeBench::run(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified,
-                      std::optional<double>& first) {
+void DecodeBench::take_prompt(std::uint32_t length, std::uint32_t batch) {
+  if (options_.structure.empty()) {
+    if (!prompt_) prompt_ = std::make_unique<RandomPrompt>(*device_, shape_);
+    return;
+  }
+  const auto* const there = dynamic_cast<const PatternPrompt*>(prompt_.get());
+  if (there != nullptr && there->options().tokens == length && there->options().sequences >= batch) return;
+  prompt_.reset();  // Its memory is the next one's.
+  const PatternPromptOptions options{.structure = parse_prompt_structure(options_.structure, "--structure"),
+                                     .seed = options_.seed,
+                                     .tokens = length,
+                                     .sequences = batch,
+                                     .steps = options_.warm_up + options_.steps + options_.audited + options_.drafts};
+  prompt_ = std::make_unique<PatternPrompt>(options, shape_, *device_, *stream_);
+}
+
+void DecodeBench::run(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified, First& first) {
   add_row(batch, method, verified, method.dense ? run_dense(batch, verified) : run_engine(batch, method, verified),
           first);
 }
 
 void DecodeBench::add_row(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified,
-                          const Run& run, std::optional<double>& first) {
+                          const Run& run, First& first) {
   const bool drafts = options_.drafts != 1;
-  const bool ran = !run.token_ms.empty();
-  const double p50 = ran ? percentile(run.token_ms, 0.5) : 0.0;
+  const bool ran = !run.decoded.ms.empty();
+  const double p50 = ran ? percentile(run.decoded.ms, 0.5) : 0.0;
   const double rate = ran ? run.at_once * 1e3 / p50 : 0.0;
-  if (!first && ran) first = rate;
+  if (!first.rate && ran) first = {.rate = rate, .tokens = run.decoded.tokens};
   const auto if_ran = [ran](double value) { return ran ? Json(value) : Json(); };
   std::vector<Column> columns = {{"length_tokens", "length"},
                                  {"batch", "batch"},
@@ -85,6 +110,7 @@ void DecodeBench::add_row(const DecodeBatch& batch, const DecodeMethod& method, 
                                  {drafts ? "forward_p95_ms" : "tpot_p95_ms", "p95", 2},
                                  {"tokens_per_s", "tokens/s", 1},
                                  {"speedup_over_first", "x first", 2},
+                                 {"same_tokens_share", "same tokens", 0, Column::Show::percent},
                                  {"device_bytes", "device B"}};
   std::vector<Json> row = {batch.length,
                            batch.sequences,
@@ -92,9 +118,10 @@ void DecodeBench::add_row(const DecodeBatch& batch, const DecodeMethod& method, 
                            drafts ? method.name + ", " + to_string(verified) : method.name,
                            run.at_once,
                            if_ran(p50),
-                           if_ran(ran ? percentile(run.token_ms, 0.95) : 0.0),
+                           if_ran(ran ? percentile(run.decoded.ms, 0.95) : 0.0),
                            if_ran(rate),
-                           if_ran(first ? rate / *first : 0.0),
+                           if_ran(first.rate ? rate / *first.rate : 0.0),
+                           ran && given() ? Json(share_of_same(run.decoded.tokens, first.tokens)) : Json(),
                            run.device_bytes};
   append_decode(run.score, shape_, run.layout, columns, row);
   table_.columns = std::move(columns);
@@ -128,10 +155,11 @@ EngineOptions DecodeBench::sizes(const DecodeMethod& method, std::uint32_t lengt
   flags.prefill_chunk = 1;
   EngineOptions sizes = sized(flags, shape_, {&method.policy, 1},
                               {.page_tokens = page_tokens_for(method.policy, flags),
-                               .tokens = length + options_.warm_up + options_.steps + verified.rows,
+                               .tokens = length + options_.warm_up + options_.steps + options_.audited + verified.rows,
                                .near = method.all_near ? 1.0 : near_});
   sizes.largest.decode_rows = verified.rows;
   sizes.largest.drafts = verified.drafts;
+  sizes.largest.audit = options_.audited != 0;
   sizes.import_rows = std::min(kImportChunk, length);
   return sizes;
 }
@@ -143,10 +171,10 @@ DecodeBench::Run DecodeBench::run_dense(const DecodeBatch& batch, const Verified
   const std::uint64_t fit = batch.kv_bytes == 0 ? batch.sequences : batch.kv_bytes / bytes;
   run.at_once = static_cast<std::uint32_t>(std::min<std::uint64_t>(batch.sequences, fit));
   if (run.at_once == 0) return run;
-  DenseAttention attention(shape_, prompt_, run.at_once, batch.length, options_.warm_up + options_.steps, *device_,
+  DenseAttention attention(shape_, *prompt_, run.at_once, batch.length, options_.warm_up + options_.steps, *device_,
                            *stream_);
   (void)decode(attention, batch.length, options_.warm_up, run.at_once, verified);
-  run.token_ms = decode(attention, batch.length + options_.warm_up, options_.steps, run.at_once, verified);
+  run.decoded = decode(attention, batch.length + options_.warm_up, options_.steps, run.at_once, verified);
   run.device_bytes = bytes * run.at_once;
   return run;
 }
@@ -163,7 +191,7 @@ DecodeBench::Run DecodeBench::run_engine(const DecodeBatch& batch, const DecodeM
   } else if (batch.kv_bytes != 0 && memory_needed(all, device_.get()).device() > batch.kv_bytes) {
     return run;
   }
-  EngineAttention attention(all, method.policy, prompt_, batch.length, device_, *stream_);
+  EngineAttention attention(all, method.policy, *prompt_, batch.length, device_, *stream_);
   const EngineMemoryUse memory = attention.engine().memory();
   room_.add(batch, method.name, one, memory, device_.get());
   run.at_once = batch.sequences;
@@ -171,16 +199,21 @@ DecodeBench::Run DecodeBench::run_engine(const DecodeBatch& batch, const DecodeM
   run.layout.page_tokens = attention.engine().options().page_tokens;
   (void)decode(attention, batch.length, options_.warm_up, batch.sequences, verified);
   const EngineStats before = attention.engine().stats();
-  run.token_ms = decode(attention, batch.length + options_.warm_up, options_.steps, batch.sequences, verified);
+  run.decoded = decode(attention, batch.length + options_.warm_up, options_.steps, batch.sequences, verified);
   run.score.stats = since(before, attention.engine().stats());
   run.score.tokens = std::uint64_t{options_.steps} * batch.sequences;
   for (std::uint32_t i = 0; i < options_.steps; ++i)
     run.score.dense_tokens += std::uint64_t{batch.sequences} * (batch.length + options_.warm_up + i + verified.rows);
+  if (options_.audited == 0) return run;
+  attention.audit();
+  (void)decode(attention, batch.length + options_.warm_up + options_.steps, options_.audited, batch.sequences,
+               verified);
+  run.score.audited = attention.audited();
   return run;
 }
 
-std::vector<double> DecodeBench::decode(Attention& attention, std::uint32_t position, std::uint32_t steps,
-                                        std::uint32_t sequences, const Verified& verified) {
+DecodeBench::Decoded DecodeBench::decode(Attention& attention, std::uint32_t position, std::uint32_t steps,
+                                         std::uint32_t sequences, const Verified& verified) {
   const std::uint32_t rows = sequences * verified.rows;
   Activations work;
   work.stream = stream_.get();
@@ -188,16 +221,18 @@ std::vector<double> DecodeBench::decode(Attention& attention, std::uint32_t posi
   const std::uint32_t vocabulary = model_.config().vocab_size;
   std::vector<float> logits(std::size_t{rows} * vocabulary);
   std::vector<PlacedToken> placed(rows);
-  std::vector<double> token_ms;
+  Decoded decoded;
   for (std::uint32_t i = 0; i < steps; ++i) {
     stop_if_interrupted();  // Nothing is queued here: the logits were waited for.
     const Clock::time_point begin = Clock::now();
-    for (std::uint32_t r = 0; r < rows; ++r)
-      placed[r] = {static_cast<int>((static_cast<std::uint32_t>(token_) + r) % vocabulary),
-                   position + i + r % verified.rows};
+    for (std::uint32_t r = 0; r < rows; ++r) {
+      const std::uint32_t at = position + i + r % verified.rows;
+      const std::uint32_t token = given() ? at + r / verified.rows : static_cast<std::uint32_t>(token_) + r;
+      placed[r] = {static_cast<int>(token % vocabulary), at};
+    }
     attention.begin();
     const auto attend = [&](const AttentionCall& call) {
-      attention.attend(call);
+      attention.attend(prompt_->attended(call, position + i, verified.rows));
       // A model on the CPU goes on with what is there, and its tensors are gone.
       if (stream_->native_handle() == nullptr) stream_->synchronize(deadline_after(work.timeout));
     };
@@ -205,9 +240,10 @@ std::vector<double> DecodeBench::decode(Attention& attention, std::uint32_t posi
     attention.end(position + i + 1);
     model_.logits(work, rows, logits);
     token_ = argmax(std::span(logits).first(vocabulary));
-    token_ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - begin).count());
+    decoded.ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - begin).count());
+    decoded.tokens.push_back(token_);
   }
-  return token_ms;
+  return decoded;
 }
 
 }  // namespace sluice::tools

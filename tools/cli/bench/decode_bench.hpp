@@ -10,6 +10,7 @@
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/decode_attention.hpp"
 #include "tools/cli/bench/decode_methods.hpp"
+#include "tools/cli/bench/decode_prompt.hpp"
 #include "tools/cli/bench/decode_room.hpp"
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/engine_columns.hpp"
@@ -23,6 +24,8 @@ namespace sluice::tools {
 struct BenchDecodeOptions {
   std::string model;
   std::string random_weights = "llama-3.1-8b";
+  std::string structure;  ///< of synthetic attention; empty: the model's own
+  std::uint64_t seed = 0;
   std::string lengths = "32K,128K";
   std::string methods = "dense;hybrid/sluice;stream/sluice";
   std::string batches = "1";
@@ -34,6 +37,7 @@ struct BenchDecodeOptions {
   DType kv_dtype = DType::bf16;
   std::uint32_t steps = 16;
   std::uint32_t warm_up = 16;
+  std::uint32_t audited = 0;
   std::uint32_t threads = 0;
   std::uint32_t drafts = 1;
   DeviceFlags device;
@@ -54,36 +58,50 @@ class DecodeBench {
   [[nodiscard]] const Device& device() const noexcept { return *device_; }
 
  private:
-  /// What a row of the table says, times apart.
+  /// What forwards came to.
+  struct Decoded {
+    std::vector<double> ms{};   ///< of each; empty: there is no room
+    std::vector<int> tokens{};  ///< that the first sequence would go on with
+  };
+  /// What a row of the table says.
   struct Run {
-    std::vector<double> token_ms{};  ///< of forwards; empty: there is no room
+    Decoded decoded{};
     std::uint32_t at_once = 0;       ///< sequences of a forward
     Json device_bytes{};
     DecodeScore score{};
     PageLayout layout{};
   };
 
+  /// What ratios are to: the first that had room.
+  struct First {
+    std::optional<double> rate{};
+    std::vector<int> tokens{};
+  };
+
+  /// Whether forwards are of the same tokens, whatever the method: else each goes on with its own.
+  [[nodiscard]] bool given() const noexcept { return !options_.structure.empty(); }
+  /// Makes the prompt, unless it is there.
+  void take_prompt(std::uint32_t length, std::uint32_t batch);
   /// With the budget of far tokens that --far says, at this length.
   [[nodiscard]] DecodeMethod limited(std::uint32_t length, std::uint32_t batch, const DecodeMethod& method);
   /// Of one sequence.
   [[nodiscard]] EngineOptions sizes(const DecodeMethod& method, std::uint32_t length, const Verified& verified) const;
-  void run(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified,
-           std::optional<double>& first);
+  void run(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified, First& first);
   /// As many sequences at a time as there is room for; the others wait for their turn.
   Run run_dense(const DecodeBatch& batch, const Verified& verified);
   Run run_engine(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified);
   void add_row(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified, const Run& run,
-               std::optional<double>& first);
-  /// Milliseconds of each forward, of new tokens of which the first of each sequence stays.
-  std::vector<double> decode(Attention& attention, std::uint32_t position, std::uint32_t steps, std::uint32_t sequences,
-                             const Verified& verified);
+               First& first);
+  /// Forwards of new tokens of which the first of each sequence stays.
+  Decoded decode(Attention& attention, std::uint32_t position, std::uint32_t steps, std::uint32_t sequences,
+                 const Verified& verified);
 
   const BenchDecodeOptions& options_;
   Model model_;
   std::shared_ptr<Device> device_;
   AttentionShape shape_;
-  RandomPrompt prompt_;
   std::unique_ptr<Stream> stream_;
+  std::unique_ptr<DecodePrompt> prompt_;
   double near_;
   std::optional<scheduler::LaneRates> rates_;  ///< measured once they are asked for
   int token_ = 1;

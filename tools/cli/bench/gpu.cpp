@@ -1,10 +1,12 @@
 // `sluice bench gpu`: forwards of an Engine against dense attention in device memory, and the kernels alone.
 #include <algorithm>
 #include <memory>
+#include <optional>
 
 #include "sluice/error.hpp"
 #include "tools/cli/bench/batch_rows.hpp"
 #include "tools/cli/bench/gpu_attention.hpp"
+#include "tools/cli/bench/gpu_pipeline.hpp"
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/dense_flag.hpp"
 #include "tools/cli/engine_flags.hpp"
@@ -20,18 +22,24 @@ int run(const BenchGpuOptions& options) {
   (void)parse_pattern(options.pattern);
   const std::vector<std::string> sections = split_list(options.sections);
   for (const std::string& section : sections) {
-    if (section != "attention" && section != "kernels")
-      throw Error(Errc::invalid_argument, "--sections: unknown section '" + section + "'; have attention, kernels");
+    if (section != "attention" && section != "kernels" && section != "pipeline")
+      throw Error(Errc::invalid_argument,
+                  "--sections: unknown section '" + section + "'; have attention, kernels, pipeline");
   }
-  const bool forwards = std::ranges::find(sections, "attention") != sections.end();
-  if (!options.trace.empty() && !forwards)
-    throw Error(Errc::invalid_argument, "--trace: kernels alone have no trace; say --sections attention");
-  if (options.costs && (!forwards || options.dense_only))
+  const bool attention = std::ranges::find(sections, "attention") != sections.end();
+  if (!options.trace.empty() && !attention)
+    throw Error(Errc::invalid_argument,
+                "--trace: of the sections attention alone writes one; say --sections attention");
+  if (options.costs && (!attention || options.dense_only))
     throw Error(Errc::invalid_argument,
                 "--costs: only forwards of an engine have them; say --sections attention, without --dense-only");
   const AttentionShape shape = named_shape(options.shape_name, options.shape);
   const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--length");
+  (void)parse_prefetch(options.prefetch);
   const std::vector<GpuCase> cases = gpu_cases(options);
+  BenchGpuOptions streaming = options;
+  streaming.placements = to_string(PlacementMode::stream);
+  const std::vector<GpuCase> streamed = gpu_cases(streaming);
   require_distinct({{"--output", options.output.path}, {"--trace", options.trace, !options.trace.empty()}});
   const OutputTarget target(options.output.path);
   const OutputTarget trace_target(options.trace);
@@ -55,16 +63,28 @@ int run(const BenchGpuOptions& options) {
                            {"warm_up", options.warm_up},
                            {"repeats", options.repeats},
                            {"promotions", options.promotions},
+                           {"prefetch", split_list(options.prefetch)},
                            {"near", options.near_share},
                            {"dense_tokens", dense_tokens_json(options.dense_tokens.value_or(0))},
                            {"seed", options.seed},
                            {"device", options.device.device}}};
   ProgressBar bar("bench");
   const InterruptScope interrupts;
+  std::optional<GpuRig> rig;
+  const auto ready = [&]() -> GpuRig& {
+    if (rig) return *rig;
+    rig.emplace(options, shape);
+    report.config["device"] = rig->device()->info().name;
+    report.config["fetch_share"] = rig->fetch_share();
+    report.config["handover"] = to_string(rig->handover());
+    return *rig;
+  };
   for (const std::string& section : sections) {
     if (interrupted()) break;
     if (section == "attention") {
-      bench_gpu_attention(options, shape, lengths, cases, trace_target, bar, report);
+      bench_gpu_attention(ready(), lengths, cases, trace_target, bar, report);
+    } else if (section == "pipeline") {
+      bench_gpu_pipeline(ready(), lengths, streamed, bar, report);
     } else {
       bar.update(0, 1, "kernels");
       report.tables.push_back(bench_gpu_kernels(options.device, shape, kGpuPageTokens));
@@ -113,7 +133,13 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
       ->capture_default_str();
   add_dense_tokens(*command, options->dense_tokens, "0");
   add_seed(*command, options->seed, "Seed of the synthetic layer");
-  command->add_option("--sections", options->sections, "Comma list of attention, kernels")->capture_default_str();
+  command->add_option("--sections", options->sections, "Comma list of attention, kernels, pipeline")
+      ->capture_default_str();
+  command
+      ->add_option("--prefetch", options->prefetch,
+                   "Comma list for the section pipeline. on: rows that were attended before come near; off: none does, "
+                   "and what is far is fetched when it is chosen, as with --promotions 0")
+      ->capture_default_str();
   command->add_flag("--costs", options->costs,
                     "Also show what a layer takes beyond what it reads: kernels, the question, the answer's way back");
   command->add_flag("--dense-only", options->dense_only, "Only dense attention in device memory");
@@ -128,9 +154,17 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
       "in which the device waits for the CPU, `answer` what the CPU takes from seeing a question to its answer, and\n"
       "`promoted` tokens brought near per forward, layer and KV head, `missed` query heads of a layer whose choice "
       "was\n"
-      "not foreseen and took a second look at all scores. No step comes twice. Of --costs `scan` is what is read to\n"
-      "choose and `near` near rows, at the highest rate of dense attention in the run, so that it wants a long one, too;\n"
-      "`far` is the answer. What a forward takes once is in every layer's part: take as many layers as a model has.");
+      "not foreseen and took a second look at all scores. No step comes twice.\n"
+      "Of --costs `scan` is what is read to choose and `near` near rows, by their bytes at the highest rate at which\n"
+      "dense attention read in the run, so that it wants a long one, too; `far` is the answer, and `fixed` what is left\n"
+      "of a layer. `verbs` are what an engine enqueues, some without a launch; `graph nodes` count those that begin and\n"
+      "end a forward. What a forward takes once is in every layer's part: take as many layers as a model has.\n"
+      "The section pipeline places policies `stream`, whatever --placements says: what the CPU chooses crosses the\n"
+      "link. By forwards that are traced behind those that are timed `choice` is what the CPU takes to choose for a\n"
+      "layer, `waited` what the device waits for that, `exposed` what it waits for the link, to attend rows and to\n"
+      "bring them near. `goal` is 1.15 x (choice + exposed bytes / rate of the link) + 12 us, by the rate of scattered\n"
+      "pages in the device's transfer profile; without a GPU, of host memory. That what is attended does not depend on\n"
+      "--prefetch is checked. What a device chooses by itself has no such parts.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

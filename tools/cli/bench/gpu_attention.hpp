@@ -2,68 +2,18 @@
 
 #include <cstdint>
 #include <span>
-#include <string>
 #include <vector>
 
-#include "sluice/engine.hpp"
-#include "tools/cli/bench/bench.hpp"
-#include "tools/cli/device_flags.hpp"
-#include "tools/cli/fetch_share.hpp"
+#include "tools/cli/bench/gpu_rig.hpp"
 #include "tools/cli/text/output.hpp"
+#include "tools/cli/text/progress_bar.hpp"
 #include "tools/cli/text/report.hpp"
 
 namespace sluice::tools {
 
-struct BenchGpuOptions {
-  std::string shape_name = "llama-3.1-8b";
-  AttentionShape shape{.layers = 1, .q_heads = 0, .kv_heads = 0, .head_dim = 0};  ///< zeros: from shape_name
-  std::string lengths = "8K,32K,128K";
-  std::string policies = "sluice";
-  std::string placements = "hybrid";
-  FetchShare fetch_share;
-  Handover handover = EngineOptions{}.handover;
-  std::string rows = "1";
-  std::uint32_t ragged = 0;  ///< tokens of a forward's shortest sequence; 0: all are of one length
-  std::string far;
-  std::string pattern = "structured";
-  std::vector<double> sinks;
-  std::string sections = "attention,kernels";
-  DType kv_dtype = DType::bf16;
-  std::uint32_t layers = 4;
-  std::uint32_t threads = 0;
-  std::uint32_t steps = 32;
-  std::uint32_t warm_up = 64;
-  std::uint32_t repeats = 1;
-  std::uint32_t promotions = EngineOptions{}.promotions;
-  double near_share = 0.05;
-  std::optional<std::uint32_t> dense_tokens;  ///< none: 0
-  std::uint32_t audited_steps = 4;
-  std::uint64_t seed = 0;
-  bool dense_only = false;
-  bool costs = false;  ///< what a layer takes beyond what it reads, too
-  DeviceFlags device;
-  std::string trace;  ///< a file; empty: none
-  OutputOptions output;
-};
-
-inline constexpr std::uint32_t kGpuPageTokens = 16;  ///< of policies that name none
-
-/// What a row of the table is of.
-struct GpuCase {
-  std::string policy;
-  PolicySpec spec;
-  PlacementMode placement{};
-  bool all_near = false;  ///< device memory has room for all tokens
-  std::uint32_t rows = 1;
-};
-/// Of all policies, placements and numbers of rows.
-/// @throws Error{Errc::invalid_argument} for what none of these can be
-[[nodiscard]] std::vector<GpuCase> gpu_cases(const BenchGpuOptions& options);
-
-/// Times forwards of an engine beside dense attention in device memory: the table, tables of costs and traces, and in `config`
-/// what was found out about the machine. Interrupted, it gives what is finished.
-void bench_gpu_attention(const BenchGpuOptions& options, const AttentionShape& shape,
-                         std::span<const std::uint32_t> lengths, std::vector<GpuCase> cases,
+/// Times forwards of an engine beside dense attention in device memory: the table, and tables of costs and of
+/// traces. Interrupted, it gives what is finished.
+void bench_gpu_attention(GpuRig& rig, std::span<const std::uint32_t> lengths, std::vector<GpuCase> cases,
                          const OutputTarget& trace_target, ProgressBar& bar, Report& report);
 
 }  // namespace sluice::tools

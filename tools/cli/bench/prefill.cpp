@@ -64,7 +64,7 @@ void add_bench_prefill(CLI::App& bench, int& exit_code) {
   add_batch_rows(*command, options->rows, options->ragged);
   command
       ->add_option("--structures", options->structures,
-                   "Comma list of vertical_slash, query_aware, uniform (the worst)")
+                   "Comma list of vertical_slash, narrow_slash, query_aware, uniform (the worst)")
       ->capture_default_str();
   command->add_option("--gammas", options->gammas, "Comma list of FlexPrefill's gamma; \"\": dense attention alone")
       ->capture_default_str();

@@ -56,7 +56,8 @@ PrefillBench::PrefillBench(const BenchPrefillOptions& options)
     validate(spec);
     specs_.push_back(spec.flex);
   }
-  for (const std::string& name : split_list(options.structures)) structures_.push_back(parse_prompt_structure(name));
+  for (const std::string& name : split_list(options.structures))
+    structures_.push_back(parse_prompt_structure(name, "--structures"));
   if (structures_.empty()) {
     throw Error(Errc::invalid_argument, "--structures: the list is empty; name at least one, e.g. vertical_slash");
   }

@@ -147,7 +147,7 @@ bool run_all(const BenchServeOptions& options, const std::vector<ServeMethod>& m
 int run(BenchServeOptions& options) {
   const std::vector<ServeMethod> methods = parse_serve_methods(options);
   const std::vector<double> rates = parse_rates(options);
-  (void)parse_prompt_structure(options.structure);
+  (void)parse_prompt_structure(options.structure, "--structure");
   const std::vector<LoadRequest> load = load_of(options, rates);
   const OutputTarget target(options.output.path);
   const bool whole = !options.model.empty() || !options.random_weights.empty();
@@ -196,8 +196,9 @@ void add_model_flags(CLI::App& command, BenchServeOptions& options) {
       ->type_name("NAME")
       ->excludes(model);
   command
-      .add_option("--structure", options.structure,
-                  "What is attended: vertical_slash, query_aware, or uniform, of which nothing can be left out")
+      .add_option(
+          "--structure", options.structure,
+          "What is attended: vertical_slash, narrow_slash, query_aware, or uniform, of which nothing can be left out")
       ->capture_default_str();
   add_size(
       command, "--kv-size", options.kv_bytes,

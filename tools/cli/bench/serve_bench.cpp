@@ -80,7 +80,7 @@ ServeBench::ServeBench(const BenchServeOptions& options, const AttentionShape& s
       load_(std::move(load)),
       longest_(longest_of(load_)),
       stream_(device_->create_stream("caller")),
-      rows_(*device_, shape, parse_prompt_structure(options.structure), options.load.seed, longest_,
+      rows_(*device_, shape, parse_prompt_structure(options.structure, "--structure"), options.load.seed, longest_,
             options.batch + options.engine.prefill_chunk) {
   table_ = {.key = "serve",
             .title = std::string("Requests served as they come, ") +

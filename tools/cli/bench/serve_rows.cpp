@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "cpu/float16.hpp"
 #include "cpu/machine/topology.hpp"
 #include "cpu/threads/workers.hpp"
+#include "tools/cli/synthetic/pattern_writer.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -30,23 +30,10 @@ void ServeRows::draw(PromptStructure structure, std::uint64_t seed, std::uint32_
   const cpu::Topology topology;
   const cpu::Workers workers(topology, {});
   workers.parallel_for(static_cast<std::uint32_t>(div_up(tokens, kPiece)), [&](std::uint32_t piece) {
-    std::vector<float> rotation(pattern.rotation_size()), row(shape_.head_dim);
+    PatternWriter writer(pattern, shape_);
     for (std::uint32_t t = piece * kPiece; t < std::min(tokens, (piece + 1) * kPiece); ++t) {
-      pattern.rotation(t, rotation.data());
-      auto* out = reinterpret_cast<std::uint16_t*>(pool_->data() + t * row_bytes_);
-      const auto put = [&] { out = std::transform(row.begin(), row.end(), out, cpu::float_to_bf16); };
-      for (std::uint32_t head = 0; head < shape_.q_heads; ++head) {
-        pattern.query(head, t, rotation.data(), row.data());
-        put();
-      }
-      for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {
-        pattern.key(head, t, rotation.data(), row.data());
-        put();
-      }
-      for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {
-        pattern.value(head, t, row.data());
-        put();
-      }
+      auto* const out = reinterpret_cast<std::uint16_t*>(pool_->data() + t * row_bytes_);
+      writer.key_and_value(t, writer.query(t, 0, out));
     }
   });
 }

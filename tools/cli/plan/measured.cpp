@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "sluice/error.hpp"
-#include "tools/cli/bench/gpu_attention.hpp"
+#include "tools/cli/bench/gpu_cases.hpp"
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/engine_flags.hpp"
 #include "tools/cli/far_flag.hpp"

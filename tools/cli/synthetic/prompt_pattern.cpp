@@ -12,8 +12,8 @@
 namespace sluice::tools {
 namespace {
 
-constexpr std::array<PromptStructure, 3> kStructures{PromptStructure::vertical_slash, PromptStructure::query_aware,
-                                                     PromptStructure::uniform};
+constexpr std::array<PromptStructure, 4> kStructures{PromptStructure::vertical_slash, PromptStructure::narrow_slash,
+                                                     PromptStructure::query_aware, PromptStructure::uniform};
 
 /// Dimensions with a part of their own. Rotary pairs, or topics, begin behind them.
 enum Dimension : std::uint32_t { kPassage, kSink, kOutlier, kNoiseOnly, kFirstShared };
@@ -23,10 +23,10 @@ constexpr float kOutlierSize = 10.f;
 constexpr float kKeyNoise = 0.25f;
 constexpr float kQueryNoise = 0.5f;
 
-constexpr std::uint32_t kSinks = 4;
-/// A passage of 512 keys lies somewhere in every 8,192, the first one near the beginning.
+/// A passage of keys lies somewhere in every 8,192, the first one near the beginning.
 constexpr std::uint32_t kCell = 8192;
 constexpr std::uint32_t kPassageTokens = 512;
+constexpr std::uint32_t kNarrowPassageTokens = 64;
 constexpr std::uint32_t kFirstPassage = 1024;
 /// Bands: the highest frequency and how far they go down, log-spaced as RoPE's are; the plateau and the power-law tails
 /// that follow from it, as tokens of full height; the far band's height beside the local one's.
@@ -58,34 +58,41 @@ std::uint32_t draw(std::uint64_t key, std::uint64_t index, std::uint32_t count) 
   return static_cast<std::uint32_t>((z ^ (z >> 31)) % count);
 }
 
+bool is_slash(PromptStructure structure) noexcept {
+  return structure == PromptStructure::vertical_slash || structure == PromptStructure::narrow_slash;
+}
+
 }  // namespace
 
 const char* to_string(PromptStructure structure) noexcept {
   switch (structure) {
     case PromptStructure::vertical_slash: return "vertical_slash";
+    case PromptStructure::narrow_slash: return "narrow_slash";
     case PromptStructure::query_aware: return "query_aware";
     case PromptStructure::uniform: return "uniform";
   }
   return "unknown";
 }
 
-PromptStructure parse_prompt_structure(std::string_view text) {
+PromptStructure parse_prompt_structure(std::string_view text, const std::string& flag) {
   std::string names;
   for (const PromptStructure structure : kStructures) {
     if (text == to_string(structure)) return structure;
     names += (names.empty() ? "" : ", ") + std::string(to_string(structure));
   }
-  throw Error(Errc::invalid_argument, "--structures: '" + std::string(text) + "' is no structure; have " + names);
+  throw Error(Errc::invalid_argument, flag + ": '" + std::string(text) + "' is no structure; have " + names);
 }
 
-PromptPattern::PromptPattern(PromptStructure structure, const AttentionShape& shape, std::uint64_t seed)
+PromptPattern::PromptPattern(PromptStructure structure, const AttentionShape& shape, std::uint64_t seed,
+                             std::optional<std::uint64_t> query_seed)
     : structure_(structure),
       shape_(shape),
+      passage_(structure == PromptStructure::narrow_slash ? kNarrowPassageTokens : kPassageTokens),
       keys_(random_key(seed, "prompt keys")),
       values_(random_key(seed, "prompt values")),
-      queries_(random_key(seed, "prompt queries")),
+      queries_(random_key(query_seed.value_or(seed), "prompt queries")),
       places_(random_key(seed, "prompt places")),
-      pairs_(structure == PromptStructure::vertical_slash ? (shape.head_dim - 2 * kFirstShared) / 2 : 0) {
+      pairs_(is_slash(structure) ? (shape.head_dim - 2 * kFirstShared) / 2 : 0) {
   constexpr std::uint64_t kUnit = 1u << 20;
   for (std::uint32_t p = 0; p < pairs_; ++p) {
     const double jitter = static_cast<double>(draw(places_, p, kUnit)) / kUnit;
@@ -95,10 +102,11 @@ PromptPattern::PromptPattern(PromptStructure structure, const AttentionShape& sh
     topics_.resize(std::uint64_t{shape.kv_heads} * kTopics * shape.head_dim);
     for (std::size_t i = 0; i < topics_.size(); ++i) topics_[i] = draw(places_, i, 2) == 0 ? -1.f : 1.f;
   }
-  for (std::uint32_t head = 0; head < shape.q_heads && pairs_ != 0; ++head) {
+  const std::uint64_t distances = random_key(query_seed.value_or(seed), "prompt places");
+  for (std::uint32_t head = 0; head < shape.q_heads && has_bands(); ++head) {
     // One band nearby, one at a distance of any order of magnitude.
-    const double local = draw(places_, kUnit + 2 * head, 16);
-    const double far = std::floor(256.0 * std::exp2(draw(places_, kUnit + 2 * head + 1, 1024) / 128.0));
+    const double local = draw(distances, kUnit + 2 * head, 16);
+    const double far = std::floor(256.0 * std::exp2(draw(distances, kUnit + 2 * head + 1, 1024) / 128.0));
     for (const double frequency : frequency_) {
       const double re = std::cos(frequency * local) + kFarHeight * std::cos(frequency * far);
       const double im = std::sin(frequency * local) + kFarHeight * std::sin(frequency * far);
@@ -126,11 +134,11 @@ void PromptPattern::key(std::uint32_t kv_head, std::uint32_t position, const flo
   const float size = structure_ == PromptStructure::uniform ? 1.f : kKeyNoise;
   for (std::uint32_t i = 0; i < dim; ++i) out[i] = size * noise(keys_, row + i);
   out[kOutlier] += kOutlierSize;
-  if (structure_ == PromptStructure::vertical_slash) {
+  if (has_bands()) {
     const std::uint64_t cell = position / kCell;
-    const std::uint32_t places = cell == 0 ? kFirstPassage : kCell - kPassageTokens;
+    const std::uint32_t places = cell == 0 ? kFirstPassage : kCell - passage_;
     const std::uint32_t begin = draw(places_, (cell * shape_.kv_heads + kv_head + 1) << 24, places);
-    const bool wanted = position % kCell - begin < kPassageTokens;  // Wraps before the passage.
+    const bool wanted = position % kCell - begin < passage_;  // Wraps before the passage.
     if (position < kSinks) {
       out[kSink] += kDirection;
     } else if (wanted) {
@@ -157,7 +165,7 @@ void PromptPattern::query(std::uint32_t q_head, std::uint32_t position, const fl
   const std::uint64_t row = (std::uint64_t{position} * shape_.q_heads + q_head) * dim;
   const float size = structure_ == PromptStructure::uniform ? 1.f : kQueryNoise;
   for (std::uint32_t i = 0; i < dim; ++i) out[i] = size * noise(queries_, row + i);
-  if (structure_ == PromptStructure::vertical_slash) {
+  if (has_bands()) {
     add_patterns(q_head, position, rotation, out);
   } else if (structure_ == PromptStructure::query_aware) {
     const std::uint64_t block = position / kPrefillBlock;
@@ -180,7 +188,7 @@ void PromptPattern::add_patterns(std::uint32_t q_head, std::uint32_t position, c
   const double s = (1.0 - std::sqrt(std::max(0.0, 1.0 - 4.0 * c * over))) / (2.0 * c);
   const double background = c * s * s;
   const double root = std::sqrt(static_cast<double>(shape_.head_dim));
-  const double passage = std::log(shares.passages * kCell / kPassageTokens) + background;
+  const double passage = std::log(shares.passages * kCell / static_cast<float>(passage_)) + background;
   const double sink = std::max(0.0, std::log(shares.sinks * keys / kSinks) + background);
   out[kPassage] += static_cast<float>(passage * root / kDirection);
   out[kSink] += static_cast<float>(sink * root / kDirection);

@@ -90,7 +90,7 @@ std::vector<double> SyntheticForwards::time(std::uint32_t count, bool graph, std
     engine_->finish(batch);
     const Clock::time_point end = Clock::now();
     verbs_ = verbs_of(batch.bucket);
-    if (on_trace_) on_trace_(engine_->trace(batch));
+    if (bucket().trace) on_trace_(engine_->trace(batch));
     us.push_back(std::chrono::duration<double, std::micro>(end - begin).count() / shape_.layers);
     if (calling != nullptr)
       calling->push_back(std::chrono::duration<double, std::micro>(queued - begin).count() / shape_.layers);

@@ -46,6 +46,8 @@ class SyntheticForwards {
   [[nodiscard]] double graph_nodes() const noexcept { return graph_nodes_; }
   /// Whether the next steps are audited, if it was made for audits; they are at first.
   void audit(bool on) noexcept { bucket_.audit = on; }
+  /// Whether the next steps are traced, likewise.
+  void trace(bool on) noexcept { bucket_.trace = on; }
   /// Output of the first layer and row, of the forward that was run last: [q_heads, head_dim].
   [[nodiscard]] std::vector<float> out() const;
   [[nodiscard]] const sluice::Engine& engine() const noexcept { return *engine_; }
