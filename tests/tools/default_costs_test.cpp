@@ -42,8 +42,7 @@ CaseTimes forward(const StageCosts& costs, double tokens, double window, bool in
   times.stage_bytes[at(Stage::score)] = 68.0 * kModel.kv_heads * tokens;
   times.stage_bytes[at(Stage::choose)] = 4.0 * kModel.q_heads * tokens;
   times.stage_bytes[at(Stage::attend)] = 512.0 * kModel.kv_heads * (window + 0.02 * tokens);
-  for (const Stage stage :
-       {Stage::append, Stage::score, Stage::choose, Stage::split, Stage::attend, Stage::merge}) {
+  for (const Stage stage : {Stage::append, Stage::score, Stage::choose, Stage::split, Stage::attend, Stage::merge}) {
     times.ran[at(stage)] = true;
     times.stage_us[at(stage)] = takes(costs, stage, times.stage_bytes[at(stage)]);
   }
@@ -92,8 +91,7 @@ TEST_CASE("near rows cost what they take, also where no stage of their own atten
   const StageCosts device = kernels(launch_us);
   const DefaultCases cases = cases_of(device, inside);
   const StageCosts costs = fitted(cases);
-  for (const Stage stage :
-       {Stage::append, Stage::score, Stage::choose, Stage::split, Stage::attend, Stage::merge}) {
+  for (const Stage stage : {Stage::append, Stage::score, Stage::choose, Stage::split, Stage::attend, Stage::merge}) {
     CAPTURE(to_string(stage));
     REQUIRE(costs[at(stage)]);
     for (const CaseTimes& times : cases.plain) {

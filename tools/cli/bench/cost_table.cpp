@@ -41,8 +41,7 @@ std::vector<Json> CostTable::cells(const GpuRow& row) const {
 
 Table CostTable::take() const {
   Table table{.key = "costs",
-              .title = "What a layer takes beyond what it reads (fixed: less scan, and less near or far, whichever is "
-                       "longer)",
+              .title = "What a layer takes beyond what it reads (fixed: less scan, less the longer of near and far)",
               .columns = {{"length_tokens", "length"},
                           {"method", "method"},
                           {"placement", "placement"},

@@ -1,6 +1,6 @@
 // Forwards of an Engine against dense attention in device memory.
-#include "tools/cli/bench/cost_table.hpp"
 #include "tools/cli/bench/gpu_attention.hpp"
+#include "tools/cli/bench/cost_table.hpp"
 
 #include <algorithm>
 #include <map>

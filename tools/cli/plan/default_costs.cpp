@@ -13,7 +13,9 @@ using scheduler::CostSample;
 
 constexpr std::size_t at(Stage stage) noexcept { return static_cast<std::size_t>(stage); }
 
-double us_of(const CaseTimes& times, Stage stage) noexcept { return times.ran[at(stage)] ? times.stage_us[at(stage)] : 0.0; }
+double us_of(const CaseTimes& times, Stage stage) noexcept {
+  return times.ran[at(stage)] ? times.stage_us[at(stage)] : 0.0;
+}
 
 /// `choose` does nothing where tokens are counted, and `attend` nothing where `split` attends.
 double split_to_attend_us(const CaseTimes& times) noexcept {
