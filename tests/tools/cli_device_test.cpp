@@ -1,5 +1,7 @@
 // The commands for a GPU, on machines without one; where there is one it is hidden.
+#include <algorithm>
 #include <cstdlib>
+#include <map>
 #include <set>
 #include <string>
 
@@ -301,4 +303,50 @@ TEST_CASE("bench gpu holds every kernel against its floor", "[cli]") {
     CHECK(row.at("floor_us") > 0.0);
   }
   CHECK(kernels == std::set<std::string>{"copy", "score_pages", "top_k", "append", "merge", "gather"});
+}
+
+TEST_CASE("bench gpu --costs takes what is read off a layer, at the rate of dense attention", "[cli]") {
+  const Outcome outcome = without_gpu(
+      "bench gpu --device host --length 2K,3K --layers 2 --steps 2 --warm-up 4 --rows 1,2 --threads 1 --near 0.5 "
+      "--policies 'sluice;quest' --placements hybrid,stream --sections attention --costs -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json results = json::parse(outcome.out).at("results");
+  double gbps = 0.0;
+  std::map<std::string, json> timed;
+  const auto key = [](const json& row) {
+    return row.at("method").get<std::string>() + row.at("placement").get<std::string>() +
+           std::to_string(row.at("length_tokens").get<int>()) + "x" + std::to_string(row.at("rows").get<int>());
+  };
+  for (const json& row : results.at("attention")) {
+    const double rows = row.at("rows"), tokens = row.at("length_tokens");
+    if (row.at("mode").is_null())
+      gbps = std::max(gbps, 8 * 512 * rows * tokens / 1e3 / row.at("layer_us").get<double>());
+    else
+      timed[key(row)] = row;
+  }
+  REQUIRE(results.at("costs").size() == timed.size());
+  for (const json& row : results.at("costs")) {
+    CAPTURE(row.dump());
+    const json& same = timed.at(key(row));
+    const auto us = [&](const char* name) { return row.at(name).get<double>(); };
+    CHECK(us("device_gbps") == Approx(gbps));
+    CHECK(us("layer_us") == same.at("layer_us"));
+    CHECK(us("far_us") == same.at("answer_us"));
+    CHECK(us("calling_us") == same.at("calling_us"));
+    CHECK(row.at("graph_nodes").is_null());
+    // Forwards of the middle of those that were timed.
+    const double tokens = us("rows") * (us("length_tokens") + 4 + 0.5 * 2);
+    CHECK(us("near_us") == Approx(8 * 512 * tokens * same.at("near_share").get<double>() / 1e3 / gbps));
+    const bool streams = row.at("placement") == "stream", ranks_pages = row.at("method") == "quest";
+    if (!ranks_pages) CHECK(us("scan_us") == Approx(8 * 68 * tokens / 1e3 / gbps).epsilon(0.01));
+    if (ranks_pages) CHECK(us("scan_us") == Approx(8 * 512 * tokens / 16 / 1e3 / gbps).epsilon(0.1));
+    // append, rank or score and choose, split, attend, promote, merge; and fetch.
+    CHECK(row.at("verbs") == (ranks_pages ? 6 : 7) + (streams ? 1 : 0));
+    CHECK(row.at("fixed_us").is_null() == streams);
+    if (!streams)
+      CHECK(us("fixed_us") == Approx(us("layer_us") - us("scan_us") - std::max(us("near_us"), us("far_us"))));
+  }
+  for (const char* const wrong : {"--sections kernels", "--dense-only"})
+    CHECK(is_one_error(without_gpu("bench gpu --device host --shape testbed --costs " + std::string(wrong))));
 }

@@ -19,6 +19,7 @@ speed_parts() {
   echo decode-256K         # 40 [b]: as 128K with 32 layers
   echo decode-512K         # 40 [b]: likewise
   echo decode-short        # 30 [b]
+  for size in 8K 32K; do echo "decode-costs-$size"; done # 110 each [b]: 41 and 36 sequences of these lengths, four engines
   echo decode-uniform      # 30 [b]
   echo decode-other        # 60 [b]: four policies
   for way in device stream host; do echo "decode-handover-$way"; done # 40 each [b]
@@ -156,6 +157,9 @@ measure_speed() {
     decode-short)
       decode_layer "$1" --policies sluice --length 4K,8K,16K,32K --layers 32 --near 1 --dense-tokens 64K
       ;;
+    # A layer beyond what it reads; the batches tell the rate at which device memory is read.
+    decode-costs-8K) decode_layer "$1" --costs --policies sluice --length 8K --rows 1,8,32 --layers 32 ;;
+    decode-costs-32K) decode_layer "$1" --costs --policies sluice --length 32K --rows 1,8 --layers 32 ;;
     decode-uniform)
       decode_layer "$1" --policies "sluice;$budget" --length 32K,128K --layers 8 --pattern uniform
       ;;

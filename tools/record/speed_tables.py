@@ -101,6 +101,14 @@ print_ablation = in_columns(
     ("of it near", lambda row: percent(row["near_hit_share"])), ("fetched", lambda row: percent(row["fetched_share"])),
     ("coverage", number("coverage_mean", "{:.3f}")), ("bypassed", lambda row: percent(row["bypassed_share"])))
 
+print_layer_costs = in_columns(
+    "What a layer takes beyond what it reads, us", ("tokens", lambda row: thousands(row["length_tokens"])),
+    ("method", lambda row: code(row["method"])), ("placement", number("placement", "{}")), ("rows", number("rows", "{}")),
+    ("mode", number("mode", "{}")), ("graph nodes", number("graph_nodes", "{:.2f}")), ("us/layer", number("layer_us", "{:.1f}")),
+    ("scan", number("scan_us", "{:.1f}")), ("near", number("near_us", "{:.1f}")), ("far", number("far_us", "{:.1f}")),
+    ("fixed", number("fixed_us", "{:.1f}")), ("calling", number("calling_us", "{:.1f}")),
+    ("read GB/s", number("device_gbps", "{:.0f}")))
+
 # Prefix of a part, table of its report, and what shows its rows.
 PRINTERS = [("core-kernels", "kernels", everything("One core: kernels")),
             ("cpu-", "attention", everything("Batches on the CPU")),
@@ -108,6 +116,7 @@ PRINTERS = [("core-kernels", "kernels", everything("One core: kernels")),
             ("question-seen", "eval", print_cost), ("dtype-", "eval", print_cost), ("recall-", "eval", print_cost),
             ("psa-", "eval", print_cost),
             ("ablation", "pipeline", print_ablation), ("plan", "compared", print_plan), ("serve", "serve", print_serve), ("serve", "held", print_held),
+            ("decode-costs-", "costs", print_layer_costs),
             ("decode-", "attention", print_layer), ("decode-", "decode", print_model),
             *[("model-" + name, "models", everything("Models of transformers: " + name))
               for name in ("generate", "logits", "loop", "beside")],

@@ -26,9 +26,13 @@ int run(const BenchGpuOptions& options) {
       throw Error(Errc::invalid_argument,
                   "--sections: unknown section '" + section + "'; have attention, kernels, pipeline");
   }
-  if (!options.trace.empty() && std::ranges::find(sections, "attention") == sections.end())
+  const bool attention = std::ranges::find(sections, "attention") != sections.end();
+  if (!options.trace.empty() && !attention)
     throw Error(Errc::invalid_argument,
                 "--trace: of the sections attention alone writes one; say --sections attention");
+  if (options.costs && (!attention || options.dense_only))
+    throw Error(Errc::invalid_argument,
+                "--costs: only forwards of an engine have them; say --sections attention, without --dense-only");
   const AttentionShape shape = named_shape(options.shape_name, options.shape);
   const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--length");
   (void)parse_prefetch(options.prefetch);
@@ -136,6 +140,8 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
                    "Comma list for the section pipeline. on: rows that were attended before come near; off: none does, "
                    "and what is far is fetched when it is chosen, as with --promotions 0")
       ->capture_default_str();
+  command->add_flag("--costs", options->costs,
+                    "Also show what a layer takes beyond what it reads: kernels, the question, the answer's way back");
   command->add_flag("--dense-only", options->dense_only, "Only dense attention in device memory");
   add_device_flags(*command, options->device);
   add_trace(*command, options->trace);
@@ -149,6 +155,11 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
       "`promoted` tokens brought near per forward, layer and KV head, `missed` query heads of a layer whose choice "
       "was\n"
       "not foreseen and took a second look at all scores. No step comes twice.\n"
+      "Of --costs `scan` is what is read to choose and `near` near rows, by their bytes at the highest rate at which\n"
+      "dense attention read in the run, which should have a long or a large one; `far` is the answer, `fixed` what is\n"
+      "left of a layer. `verbs` are what an engine enqueues, some without a launch; of `graph nodes` a layer has its\n"
+      "part of those that begin and end a forward, of the time its part of what a forward takes once: take a model's\n"
+      "layers.\n"
       "The section pipeline places policies `stream`, whatever --placements says: what the CPU chooses crosses the\n"
       "link. By forwards that are traced behind those that are timed `choice` is what the CPU takes to choose for a\n"
       "layer, `waited` what the device waits for that, `exposed` what it waits for the link, to attend rows and to\n"

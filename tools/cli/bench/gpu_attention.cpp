@@ -1,5 +1,6 @@
 // Forwards of an Engine against dense attention in device memory.
 #include "tools/cli/bench/gpu_attention.hpp"
+#include "tools/cli/bench/cost_table.hpp"
 
 #include <algorithm>
 #include <map>
@@ -25,6 +26,9 @@ class GpuBench {
     std::size_t done = 0;
     const auto use = [&](const SyntheticLayer& layer, const DeviceSteps& steps, const std::vector<GpuCase>& cases) {
       dense_us_ = rig_.time_dense(length, cases, layer, steps);
+      const double token_bytes = 2.0 * static_cast<double>(layer.options().layout.row_bytes()) * rig_.shape().kv_heads;
+      for (const auto& [rows, us] : dense_us_)
+        costs_.add_dense(token_bytes * rows * rig_.mean_length(rows, length), us);
       if (done == 0) {
         for (const auto& [rows, us] : dense_us_) table_.add_dense(length, rows, us);
       }
@@ -37,6 +41,7 @@ class GpuBench {
     rig_.for_each_layer(length, options_.warm_up + options_.steps, cases_, use);
   }
   [[nodiscard]] Table take() { return table_.take(); }
+  [[nodiscard]] Table costs() const { return costs_.take(); }
   /// What was traced, to its file; and its tables.
   void deliver_traces(const OutputTarget& target, std::vector<Table>& tables) const {
     log_.deliver(rig_.rates(), target, tables);
@@ -61,6 +66,7 @@ class GpuBench {
       GpuRow& row = repeats[repeats.size() / 2];
       row.worst_us = median(repeats.back());
       table_.add(row);
+      costs_.add(row);
     }
     if (!options_.trace.empty()) trace(length, each, layer, steps);
   }
@@ -80,11 +86,16 @@ class GpuBench {
                .layers = options_.layers,
                .steps = options_.steps,
                .kv_heads = rig_.shape().kv_heads,
+               .layout = {.page_tokens = layer.options().layout.page_tokens,
+                          .head_dim = rig_.shape().head_dim,
+                          .dtype = options_.kv_dtype},
                .mean_tokens = rig_.mean_length(each.rows, length) + options_.warm_up + 0.5 * options_.steps,
                .dense_us = dense_us_.at(each.rows),
                .output_error = error_};
     row.layer_us = forwards.time(options_.steps, graph, &row.calling_us);
     row.stats = since(before, forwards.engine().stats());
+    row.verbs = forwards.verbs();
+    row.graph_nodes = forwards.graph_nodes();
     row.memory = forwards.engine().memory();
     if (each.all_near && row.stats.far_tokens + row.stats.fetched_tokens != 0)
       throw Error(Errc::device, "bench gpu: " + std::to_string(row.stats.far_tokens + row.stats.fetched_tokens) +
@@ -115,6 +126,7 @@ class GpuBench {
   std::map<std::uint32_t, double> dense_us_;  ///< by rows
   double error_ = 0.0;
   GpuTable table_;
+  CostTable costs_;
   TraceLog log_;
 };
 
@@ -128,6 +140,7 @@ void bench_gpu_attention(GpuRig& rig, std::span<const std::uint32_t> lengths, st
   } catch (const Interrupted&) {  // The rows that are finished are a result.
   }
   report.tables.push_back(bench.take());
+  if (rig.options().costs) report.tables.push_back(bench.costs());
   if (!rig.options().trace.empty()) bench.deliver_traces(trace_target, report.tables);
 }
 

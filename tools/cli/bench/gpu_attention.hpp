@@ -11,8 +11,8 @@
 
 namespace sluice::tools {
 
-/// Times forwards of an engine beside dense attention in device memory: the table, and tables of traces. Interrupted,
-/// it gives what is finished.
+/// Times forwards of an engine beside dense attention in device memory: the table, and tables of costs and of
+/// traces. Interrupted, it gives what is finished.
 void bench_gpu_attention(GpuRig& rig, std::span<const std::uint32_t> lengths, std::vector<GpuCase> cases,
                          const OutputTarget& trace_target, ProgressBar& bar, Report& report);
 

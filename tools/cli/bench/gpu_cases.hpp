@@ -39,6 +39,7 @@ struct BenchGpuOptions {
   std::uint32_t audited_steps = 4;
   std::uint64_t seed = 0;
   bool dense_only = false;
+  bool costs = false;  ///< what a layer takes beyond what it reads, too
   DeviceFlags device;
   std::string trace;  ///< a file; empty: none
   OutputOptions output;

@@ -6,6 +6,7 @@
 
 #include "sluice/audit.hpp"
 #include "sluice/engine.hpp"
+#include "sluice/page.hpp"
 #include "sluice/placement.hpp"
 #include "tools/cli/text/report.hpp"
 
@@ -22,6 +23,9 @@ struct GpuRow {
   std::uint32_t layers = 1;  ///< of a forward
   std::uint32_t steps = 1;   ///< timed forwards
   std::uint32_t kv_heads = 1;
+  PageLayout layout{};               ///< of far pages
+  std::uint32_t verbs = 0;           ///< of a layer
+  double graph_nodes = 0.0;          ///< likewise, of the graph
   double mean_tokens = 0.0;          ///< of a sequence in the timed forwards
   std::vector<double> layer_us{};    ///< [steps] time of a forward, divided by its layers
   double worst_us = 0.0;             ///< median of the slowest of several such runs, of which this is the middle one

@@ -22,16 +22,19 @@ class CudaGraphWork final : public CapturedWork {
       throw;
     }
     check(cudaStreamEndCapture(stream, &graph), "end the capture of a stream");
-    const cudaError_t status = cudaGraphInstantiate(&exec_, graph, 0);
+    cudaError_t status = cudaGraphGetNodes(graph, nullptr, &nodes_);
+    if (status == cudaSuccess) status = cudaGraphInstantiate(&exec_, graph, 0);
     (void)cudaGraphDestroy(graph);
     check(status, "instantiate a graph");
   }
   ~CudaGraphWork() override { (void)cudaGraphExecDestroy(exec_); }
   void replay() override { check(cudaGraphLaunch(exec_, stream_), "launch a graph"); }
+  [[nodiscard]] std::size_t nodes() const noexcept override { return nodes_; }
 
  private:
   cudaStream_t stream_;
   cudaGraphExec_t exec_ = nullptr;
+  std::size_t nodes_ = 0;
 };
 
 }  // namespace

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 
@@ -13,6 +14,8 @@ class CapturedWork {
   virtual ~CapturedWork() = default;
   /// @throws Error{Errc::device}
   virtual void replay() = 0;
+  /// Of its graph.
+  [[nodiscard]] virtual std::size_t nodes() const noexcept = 0;
 };
 
 /// Whether forwards of an engine can be captured on the device's streams.

@@ -1,7 +1,7 @@
 #include "tools/cli/plan/calibration.hpp"
 
 #include <algorithm>
-#include <array>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <vector>
@@ -10,6 +10,7 @@
 #include "sluice/error.hpp"
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/plan/case_times.hpp"
+#include "tools/cli/plan/default_costs.hpp"
 #include "tools/cli/text/interrupt.hpp"
 #include "tools/cli/text/progress_bar.hpp"
 
@@ -28,6 +29,7 @@ struct Case {
   const char* policy = "sluice";
   PlacementMode placement = PlacementMode::hybrid;
   std::uint32_t rows = 1;  ///< sequences; kBatchRows in a batch
+  bool wide = false;       ///< with a long window, all of it near; see DefaultCases
 };
 /// Of a batch, from which on a GPU is full, whatever the KV heads: 4 sequences of 8 KV heads are 32 lists, for which
 /// `split` has a thread block for each multiprocessor of the largest devices, or two.
@@ -41,10 +43,12 @@ struct Program {
 };
 
 /// As many layers that what is far of all of them is in no cache of the CPU; lengths that tell a rate from a fixed
-/// cost.
+/// cost. On a GPU near rows may be attended in `split`, from which windows of two lengths tell them apart.
 Program program_of(bool gpu, Effort effort) {
   constexpr PlacementMode kStream = PlacementMode::stream;
-  Program program{.layers = 16, .warm_up = 64, .steps = 16, .cases = {{8192}, {32768}}};
+  constexpr PlacementMode kHybrid = PlacementMode::hybrid;
+  constexpr Case kWide{.tokens = 32768, .wide = true};
+  Program program{.layers = 16, .warm_up = 64, .steps = 16, .cases = {{8192}, {32768}, kWide}};
   if (gpu && effort == Effort::thorough) {
     program.cases = {{8192},
                      {32768},
@@ -55,8 +59,10 @@ Program program_of(bool gpu, Effort effort) {
                      {32768, "sluice", kStream},
                      {8192, "lfps"},
                      {32768, "lfps"},
-                     {8192, "sluice", PlacementMode::hybrid, kBatchRows},
-                     {32768, "sluice", PlacementMode::hybrid, kBatchRows}};
+                     {8192, "sluice", kHybrid, kBatchRows},
+                     {32768, "sluice", kHybrid, kBatchRows},
+                     kWide,
+                     {32768, "sluice", kHybrid, kBatchRows, true}};
   }
   if (gpu) return program;
   program = {.layers = 4, .warm_up = 16, .steps = 12, .cases = {{1024}, {4096}}};
@@ -70,8 +76,8 @@ Program program_of(bool gpu, Effort effort) {
                      {16384, "sluice", kStream},
                      {4096, "lfps"},
                      {16384, "lfps"},
-                     {1024, "sluice", PlacementMode::hybrid, kBatchRows},
-                     {4096, "sluice", PlacementMode::hybrid, kBatchRows}};
+                     {1024, "sluice", kHybrid, kBatchRows},
+                     {4096, "sluice", kHybrid, kBatchRows}};
   }
   return program;
 }
@@ -111,6 +117,7 @@ class Calibration {
   void measure(const Case& each) {
     PolicySpec policy = parse_policy(each.policy);
     policy.dense_layers = policy.dense_every = 0;
+    if (each.wide) policy.near.recent_tokens = each.tokens / 4;
     SyntheticOptions synthetic{.shape = shape_,
                                .layout = {.page_tokens = policy.page_tokens == 0 ? kPageTokens : policy.page_tokens,
                                           .head_dim = shape_.head_dim,
@@ -120,15 +127,15 @@ class Calibration {
     synthetic.prompt_queries = std::min(32u, each.tokens);
     const SyntheticLayer layer(synthetic, topology_, builders_);
     const DeviceSteps steps(layer, *device_);
-    constexpr double kNear = 0.05;
+    constexpr double kNear = 0.05, kNearWide = 0.4;
     SyntheticForwardsOptions options{.policy = policy,
                                      .rows = each.rows,
                                      .layers = program_.layers,
-                                     .near_share = kNear,
+                                     .near_share = each.wide ? kNearWide : kNear,
                                      .placement = each.placement,
                                      .threads = threads_};
     const bool plain = std::string_view(each.policy) == "sluice" && each.placement == PlacementMode::hybrid;
-    if (plain && each.rows == 1) add_dense(layer, steps);
+    if (plain && each.rows == 1 && !each.wide) add_dense(layer, steps);
     CaseTimes times = time_case(options, layer, steps, device_, program_.warm_up);
     if (!forward_us_) {
       options.layers = std::max(1u, program_.layers / 4);
@@ -136,11 +143,15 @@ class Calibration {
           forward_us(times, options.layers, time_case(options, layer, steps, device_, program_.warm_up).layer_us);
     }
     correct(times, *forward_us_ / program_.layers);
-    if (plain) {
-      add(times, each.rows == 1 ? one_ : batch_);
-    } else {
+    if (!plain) {
       others_.push_back(times);
+      return;
     }
+    DefaultCases& cases = each.rows == 1 ? one_ : batch_;
+    if (each.wide)
+      cases.wide = times;
+    else
+      cases.plain.push_back(times);
   }
 
   /// What does not grow with the layers, from two numbers of them.
@@ -159,46 +170,22 @@ class Calibration {
          .bytes = 2.0 * static_cast<double>(layout.row_bytes()) * layer.options().tokens * shape_.kv_heads});
   }
 
-  /// What the default took of each stage, and of `split` with `choose`.
-  struct Samples {
-    std::array<std::vector<CostSample>, kStages> of;
-    std::vector<CostSample> split;
-  };
-
-  void add(const CaseTimes& times, Samples& samples) {
-    const auto sample = [&](Stage stage) {
-      const auto i = static_cast<std::size_t>(stage);
-      return CostSample{.us = times.stage_us[i], .bytes = times.stage_bytes[i]};
-    };
-    const auto ran = [&](Stage stage) { return times.ran[static_cast<std::size_t>(stage)]; };
-    const auto keep = [&](Stage stage) {
-      if (ran(stage)) samples.of[static_cast<std::size_t>(stage)].push_back(sample(stage));
-    };
-    for (const Stage stage : {Stage::append, Stage::score, Stage::attend, Stage::merge}) keep(stage);
-    // `split` reads the scores, which the bytes of `choose` stand for; that does nothing else where tokens are counted.
-    if (ran(Stage::split))
-      samples.split.push_back({.us = sample(Stage::split).us + (ran(Stage::choose) ? sample(Stage::choose).us : 0.0),
-                               .bytes = sample(Stage::choose).bytes});
-    if (times.far_bytes > 0.0) answered_.push_back(times);
-  }
-
-  void fit(const Samples& samples, scheduler::StageCosts& costs) const {
+  void fit(DefaultCases& cases, scheduler::StageCosts& costs) {
     const double gbps = machine_.rates.device_gbps;
-    for (const Stage stage : {Stage::append, Stage::score, Stage::attend, Stage::merge}) {
-      const auto at = static_cast<std::size_t>(stage);
-      if (const auto cost = scheduler::fitted_cost(samples.of[at], gbps)) costs[at] = cost;
+    tell_near_apart(cases, gbps);
+    const scheduler::StageCosts fitted = default_costs(cases, gbps);
+    for (std::uint32_t i = 0; i < kStages; ++i) {
+      if (fitted[i]) costs[i] = fitted[i];
     }
-    if (const auto cost = scheduler::fitted_cost(samples.split, gbps)) {
-      costs[static_cast<std::size_t>(Stage::split)] = {.fixed_us = cost->fixed_us};
-      costs[static_cast<std::size_t>(Stage::choose)] = {.share = cost->share};
-    }
+    std::ranges::copy_if(cases.plain, std::back_inserter(answered_),
+                         [](const CaseTimes& times) { return times.far_bytes > 0.0; });
   }
 
   void fit() {
     scheduler::LaneRates& rates = machine_.rates;
     fit(one_, rates.stages);
     fit(batch_, rates.batch);
-    rates.batch_rows = batch_.split.empty() ? 0 : kBatchRows;
+    rates.batch_rows = batch_.plain.empty() ? 0 : kBatchRows;
     // Beside `merge`, and its bytes alone: nobody waits for a launch of its own.
     rates.stage(Stage::promote) = scheduler::StageCost{};
     if (forward_us_) rates.forward_us = *forward_us_;
@@ -267,9 +254,9 @@ class Calibration {
   std::shared_ptr<const cpu::Workers> builders_;
   std::shared_ptr<Device> device_;
   AttentionShape shape_;
-  Samples one_, batch_;  ///< of one sequence, and of kBatchRows
+  DefaultCases one_, batch_;  ///< of one sequence, and of kBatchRows
   std::vector<CostSample> dense_;
-  std::vector<CaseTimes> answered_;  ///< of the default, where the CPU was asked
+  std::vector<CaseTimes> answered_;  ///< of these, where the CPU was asked
   std::vector<CaseTimes> others_;    ///< of other policies and placements
   std::optional<double> forward_us_;
 };

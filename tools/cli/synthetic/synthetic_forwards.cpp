@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "scheduler/plan/forward_work.hpp"
+#include "sluice/fetch_share.hpp"
 #include "tools/cli/bench/device_copies.hpp"
 #include "tools/cli/bench/graph.hpp"
 #include "tools/cli/text/interrupt.hpp"
@@ -73,6 +75,7 @@ std::vector<double> SyntheticForwards::time(std::uint32_t count, bool graph, std
   // What is captured reads and writes the same tensors every time; a step's are copied there.
   std::unique_ptr<CapturedWork> captured;
   if (graph) captured = capture(stream_, [this] { attend(); });
+  graph_nodes_ = captured ? static_cast<double>(captured->nodes()) / shape_.layers : 0.0;
   std::vector<double> us;
   for (std::uint32_t i = 0; i < count; ++i) {
     stop_if_interrupted();
@@ -86,6 +89,7 @@ std::vector<double> SyntheticForwards::time(std::uint32_t count, bool graph, std
     const Clock::time_point queued = Clock::now();
     engine_->finish(batch);
     const Clock::time_point end = Clock::now();
+    verbs_ = verbs_of(batch.bucket);
     if (bucket().trace) on_trace_(engine_->trace(batch));
     us.push_back(std::chrono::duration<double, std::micro>(end - begin).count() / shape_.layers);
     if (calling != nullptr)
@@ -93,6 +97,15 @@ std::vector<double> SyntheticForwards::time(std::uint32_t count, bool graph, std
   }
   queue_->synchronize(deadline_after(kPatience));
   return us;
+}
+
+std::uint32_t SyntheticForwards::verbs_of(const Bucket& bucket) const {
+  const EngineOptions& options = engine_->options();
+  const bool promotes = options.promotions != 0 && engine_->memory().near_pages != 0;
+  const std::uint32_t share =
+      options.placement == PlacementMode::stream ? kWholeFetchShare : fetch_share_of(options.fetch_share);
+  const scheduler::StageList stages = scheduler::stages_of(bucket, promotes, share);
+  return static_cast<std::uint32_t>(stages.end() - stages.begin());
 }
 
 std::vector<float> SyntheticForwards::out() const {

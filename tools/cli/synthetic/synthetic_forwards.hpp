@@ -40,6 +40,10 @@ class SyntheticForwards {
   /// Microseconds of a layer, of the next `count` steps: from the plan until the outputs are known to be there.
   /// `calling`, unless null, receives the part of it in which the calling thread works.
   std::vector<double> time(std::uint32_t count, bool graph = false, std::vector<double>* calling = nullptr);
+  /// Of a layer of what was timed last: the verbs that it is enqueued as, and nodes of the graph, those counted in that
+  /// begin and end a forward; 0 without a graph.
+  [[nodiscard]] std::uint32_t verbs() const noexcept { return verbs_; }
+  [[nodiscard]] double graph_nodes() const noexcept { return graph_nodes_; }
   /// Whether the next steps are audited, if it was made for audits; they are at first.
   void audit(bool on) noexcept { bucket_.audit = on; }
   /// Whether the next steps are traced, likewise.
@@ -57,6 +61,7 @@ class SyntheticForwards {
   void import(SequenceId id, std::uint32_t tokens);
   [[nodiscard]] std::unique_ptr<Buffer> prompt_queries(std::uint32_t count) const;
   void put_step(std::uint32_t step);
+  [[nodiscard]] std::uint32_t verbs_of(const Bucket& bucket) const;
   void attend();
 
   const SyntheticLayer& layer_;
@@ -69,6 +74,8 @@ class SyntheticForwards {
   Bucket bucket_;
   std::function<void(const ForwardTrace&)> on_trace_;
   std::uint32_t next_step_ = 0;
+  std::uint32_t verbs_ = 0;
+  double graph_nodes_ = 0.0;
   std::unique_ptr<Buffer> q_, k_, v_, out_;
   std::vector<PlanItem> items_;
 };
