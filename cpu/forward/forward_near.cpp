@@ -91,10 +91,12 @@ class Plane {
   std::uint32_t& hand_;
 };
 
-/// Far rows of one plane that are wanted near: of sinks and recent tokens, and others.
+/// Far rows of one plane that are wanted near: of sinks and recent tokens, those that were attended far not long
+/// before, too, and those that were not.
 struct Wanted {
   std::vector<std::uint32_t> always;
   std::vector<std::uint32_t> again;
+  std::vector<std::uint32_t> first;
 };
 
 void want_windows(const ForwardMemory& m, const ForwardRow& row, const Plane& plane, Forward forward, Wanted& wanted) {
@@ -109,23 +111,23 @@ void want_windows(const ForwardMemory& m, const ForwardRow& row, const Plane& pl
   }
 }
 
-void want_again(const ForwardMemory& m, std::uint32_t row, const Plane& plane, Forward forward, Wanted& wanted) {
+void want(const ForwardMemory& m, std::uint32_t row, const Plane& plane, Forward forward, Wanted& wanted) {
   std::uint32_t& entry = plane.entry(row);
-  if ((entry & kNearBit) != 0) return;
-  const bool again = entry != 0 && entry != stamp_of(forward) && since(forward, entry) <= kNearAgain;
+  if ((entry & kNearBit) != 0 || entry == stamp_of(forward)) return;
+  const bool again = entry != 0 && since(forward, entry) <= kNearAgain;
   entry = stamp_of(forward);
-  if (again && wanted.again.size() < m.promotions) wanted.again.push_back(row);
+  std::vector<std::uint32_t>& rows = again ? wanted.again : wanted.first;
+  if (rows.size() < m.promotions) rows.push_back(row);
 }
 
 /// Of a list: what the device found far, and what the CPU has chosen for it to fetch.
 void want_list(const ForwardMemory& m, const ForwardRow& row, std::uint32_t index, const Plane& plane, Forward forward,
                Wanted& wanted) {
   const std::uint32_t* const listed = m.far_rows + std::uint64_t{index} * m.list_room();
-  for (std::uint32_t i = 0; i < m.far_listed[index]; ++i) want_again(m, listed[i], plane, forward, wanted);
+  for (std::uint32_t i = 0; i < m.far_listed[index]; ++i) want(m, listed[i], plane, forward, wanted);
   if (row.asks == 0 || !m.keeps_chosen()) return;
   const std::uint32_t* const chosen = m.chosen_rows + index * m.chosen_room();
-  for (std::uint32_t i = 0; i < m.chosen[index].count; ++i)
-    want_again(m, m.row_of_entry(chosen[i]), plane, forward, wanted);
+  for (std::uint32_t i = 0; i < m.chosen[index].count; ++i) want(m, m.row_of_entry(chosen[i]), plane, forward, wanted);
 }
 
 /// Near rows for tokens that come, of prompts or decoded ones, but for the first `skip` of these. Those that have one
@@ -176,6 +178,30 @@ void keep_whole(const Kernels& kernels, const ForwardMemory& m, const Plane& pla
   }
 }
 
+/// Near rows for what is wanted, which are filled: sinks and recent tokens whoever has to give way, then rows that were
+/// attended again; then, if none of these had to ask for near rows that were attended not long ago, those that were
+/// attended once. Where near memory is scarce a single use is worth less than what it would drive out.
+std::uint32_t bring(const Kernels& kernels, const ForwardMemory& m, const Plane& plane, const Wanted& wanted,
+                    Forward forward) {
+  const auto at_most = [](const std::vector<std::uint32_t>& rows, std::size_t most) {
+    return std::span(rows).first(std::min(rows.size(), most));
+  };
+  const std::uint32_t always = plane.acquire(wanted.always, forward, forward, {kNearPatience, kNearAgain, 0});
+  const auto wanted_again = at_most(wanted.again, m.promotions - always);
+  std::uint32_t again = plane.acquire(wanted_again, forward, forward, {kNearPatience});
+  std::uint32_t first = 0;
+  if (again == wanted_again.size()) {
+    first = plane.acquire(at_most(wanted.first, m.promotions - always - again), forward, forward, {kNearPatience});
+  } else {
+    again += plane.acquire(wanted_again.subspan(again), forward, forward, {kNearAgain});
+  }
+  for (const auto& [rows, acquired] :
+       {std::pair(&wanted.always, always), {&wanted.again, again}, {&wanted.first, first}}) {
+    for (std::uint32_t i = 0; i < acquired; ++i) plane.load(kernels, (*rows)[i]);
+  }
+  return always + again + first;
+}
+
 }  // namespace
 
 void acquire_rows(const Kernels& kernels, const ForwardMemory& m) {
@@ -221,13 +247,7 @@ void promote(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer
       if (m.far_windows[index] != 0) want_windows(m, row, plane, forward, wanted);
       want_list(m, row, index, plane, forward, wanted);
     }
-    const std::uint32_t acquired = plane.acquire(wanted.always, forward, forward, {kNearPatience, kNearAgain, 0});
-    const std::size_t left = std::min<std::size_t>(wanted.again.size(), m.promotions - acquired);
-    const std::uint32_t others =
-        plane.acquire(std::span(wanted.again).first(left), forward, forward, {kNearPatience, kNearAgain});
-    for (std::uint32_t i = 0; i < acquired; ++i) plane.load(kernels, wanted.always[i]);
-    for (std::uint32_t i = 0; i < others; ++i) plane.load(kernels, wanted.again[i]);
-    m.state->promoted += acquired + others;
+    m.state->promoted += bring(kernels, m, plane, wanted, forward);
   }
 }
 

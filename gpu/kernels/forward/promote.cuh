@@ -30,48 +30,62 @@ __device__ inline void want_windows(const ForwardMemory& m, const Plane& plane, 
   }
 }
 
-/// Far rows that were attended far not long before.
-__device__ inline void want_again(const ForwardMemory& m, const Plane& plane, const std::uint32_t* rows,
-                                  std::uint32_t far, std::uint32_t forward, Wanted& wanted,
-                                  std::uint32_t (&ballots)[kWarps]) {
+/// Rows that are wanted near because they were attended far.
+struct FarWanted {
+  Wanted always;  ///< of sinks and recent tokens
+  Wanted again;   ///< attended far not long before, too
+  Wanted first;   ///< the others
+};
+
+/// A far row and what its entry said of it.
+struct FarSeen {
+  std::uint32_t row;  ///< kNone: none that is far
+  std::uint32_t entry;
+};
+
+/// Adds what is not yet wanted in this forward. All threads, each with a row of its own.
+__device__ inline void want(const ForwardMemory& m, const Plane& plane, const FarSeen& seen, std::uint32_t forward,
+                            FarWanted& wanted, std::uint32_t (&ballots)[kWarps]) {
+  const bool mine = seen.row != kNone && seen.entry != stamp_of(forward);
+  const bool again = mine && seen.entry != 0 && ((forward - seen.entry) & ~kNearBit) <= kNearAgain;
+  if (mine) plane.near_of[seen.row] = stamp_of(forward);
+  if (wanted.again.count < m.promotions) add(wanted.again, again, seen.row, m.promotions, ballots);
+  if (wanted.first.count < m.promotions) add(wanted.first, mine && !again, seen.row, m.promotions, ballots);
+}
+
+/// Of a list that the device has chosen.
+__device__ inline void want_listed(const ForwardMemory& m, const Plane& plane, const std::uint32_t* rows,
+                                   std::uint32_t far, std::uint32_t forward, FarWanted& wanted,
+                                   std::uint32_t (&ballots)[kWarps]) {
   for (std::uint32_t base = 0; base < far; base += kThreads) {
     const std::uint32_t i = base + threadIdx.x;
     const std::uint32_t row = i < far ? rows[i] : kNone;
-    bool again = false;
-    if (row != kNone) {
-      const std::uint32_t entry = plane.near_of[row];
-      const std::uint32_t since = (forward - entry) & ~kNearBit;
-      again = entry != 0 && entry != stamp_of(forward) && since <= kNearAgain;
-      plane.near_of[row] = stamp_of(forward);
-    }
-    if (wanted.count < m.promotions) add(wanted, again, row, m.promotions, ballots);
+    want(m, plane, {.row = row, .entry = row != kNone ? plane.near_of[row] : 0}, forward, wanted, ballots);
   }
   __syncthreads();  // Another row's list may have the same rows.
 }
 
 /// The same of what the CPU has chosen, some of which may lie near. Each way over the link to its list is long.
 __device__ inline void want_chosen(const ForwardMemory& m, const Plane& plane, std::uint32_t index,
-                                   std::uint32_t forward, Wanted& wanted, std::uint32_t (&ballots)[kWarps]) {
+                                   std::uint32_t forward, FarWanted& wanted, std::uint32_t (&ballots)[kWarps]) {
   constexpr std::uint32_t kAtOnce = 8;
   const std::uint32_t count = __ldcv(&m.chosen[index].count);
   const std::uint32_t* const entries = m.chosen_rows + index * m.chosen_room();
   for (std::uint32_t base = 0; base < count; base += kAtOnce * kThreads) {
     std::uint32_t rows[kAtOnce];
-    std::uint32_t stamps[kAtOnce];
+    std::uint32_t entries_of[kAtOnce];
 #pragma unroll
     for (std::uint32_t k = 0; k < kAtOnce; ++k) {
       const std::uint32_t i = base + k * kThreads + threadIdx.x;
       rows[k] = i < count ? m.row_of_entry(__ldcv(entries + i)) : kNone;
     }
 #pragma unroll
-    for (std::uint32_t k = 0; k < kAtOnce; ++k) stamps[k] = rows[k] != kNone ? plane.near_of[rows[k]] : kNearBit;
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) entries_of[k] = rows[k] != kNone ? plane.near_of[rows[k]] : kNearBit;
 #pragma unroll
     for (std::uint32_t k = 0; k < kAtOnce; ++k) {
-      const bool far = (stamps[k] & kNearBit) == 0;
-      const std::uint32_t since = (forward - stamps[k]) & ~kNearBit;
-      const bool again = far && stamps[k] != 0 && stamps[k] != stamp_of(forward) && since <= kNearAgain;
-      if (far) plane.near_of[rows[k]] = stamp_of(forward);
-      if (base + k * kThreads < count && wanted.count < m.promotions) add(wanted, again, rows[k], m.promotions, ballots);
+      if (base + k * kThreads >= count) break;
+      const bool far = (entries_of[k] & kNearBit) == 0;
+      want(m, plane, {.row = far ? rows[k] : kNone, .entry = entries_of[k]}, forward, wanted, ballots);
     }
   }
   __syncthreads();  // Another row's list may have the same rows.
@@ -133,6 +147,41 @@ __device__ inline void load_scaled(const ForwardMemory& m, const Plane& plane, c
   }
 }
 
+/// Near rows for what is wanted, which are filled: sinks and recent tokens whoever has to give way, then rows that were
+/// attended again; then, if none of these had to ask for near rows that were attended not long ago, those that were
+/// attended once. Where near memory is scarce a single use is worth less than what it would drive out.
+template <bool kScaled>
+__device__ inline void bring(const ForwardMemory& m, const Plane& plane, const FarWanted& wanted, std::uint32_t forward,
+                             AcquireShared& shared) {
+  const auto acquire_of = [&](const Wanted& rows, std::uint32_t so_far, std::uint32_t most, std::uint32_t patience) {
+    return acquire(
+        m, plane, so_far, most, forward, forward, patience, [&](std::uint32_t i) { return rows.rows[i]; }, shared);
+  };
+  std::uint32_t always = 0;
+  for (const std::uint32_t patience : {kNearPatience, kNearAgain, kNoPatience})
+    always = acquire_of(wanted.always, always, wanted.always.count, patience);
+  const std::uint32_t most_again = min(wanted.again.count, m.promotions - always);
+  std::uint32_t again = acquire_of(wanted.again, 0, most_again, kNearPatience);
+  std::uint32_t first = 0;
+  if (again == most_again) {
+    first = acquire_of(wanted.first, 0, min(wanted.first.count, m.promotions - always - again), kNearPatience);
+  } else {
+    again = acquire_of(wanted.again, again, most_again, kNearAgain);
+  }
+  const auto fill = [&](const Wanted& rows, std::uint32_t acquired) {
+    if constexpr (kScaled) {
+      load_scaled(m, plane, rows, acquired);
+    } else {
+      load(m, plane, rows, acquired);
+    }
+  };
+  fill(wanted.always, always);
+  fill(wanted.again, again);
+  fill(wanted.first, first);
+  const std::uint32_t all = always + again + first;
+  if (threadIdx.x == 0 && all != 0) atomicAdd(reinterpret_cast<unsigned long long*>(&m.state->promoted), all);
+}
+
 /// What a KV head's thread block does. It reads and writes near rows and what is known of them, which the `merge` of
 /// the layer does not, so that both can run at once. `kChosen`: behind `fetch`, which has awaited what the CPU chooses.
 template <bool kScaled, bool kChosen>
@@ -140,7 +189,7 @@ __device__ void promote(const ForwardMemory& m, const ForwardScratch& scratch, s
                         std::uint32_t kv_head) {
   __shared__ std::uint32_t ballots[kWarps];
   __shared__ std::uint32_t with_far[kWarps];
-  __shared__ Wanted always, again;
+  __shared__ FarWanted wanted;
   __shared__ AcquireShared shared;
   __shared__ bool runs;
   const auto forward = static_cast<std::uint32_t>(m.state->forward);
@@ -149,7 +198,7 @@ __device__ void promote(const ForwardMemory& m, const ForwardScratch& scratch, s
     // One thread says it for all: a merge beside this may abandon the forward at any time.
     const cuda::atomic_ref<ForwardStatus, cuda::thread_scope_device> status(m.state->status);
     runs = status.load(cuda::memory_order_relaxed) == ForwardStatus::running;
-    always.count = again.count = 0;
+    wanted.always.count = wanted.again.count = wanted.first.count = 0;
   }
   __syncthreads();
   if (!runs) return;
@@ -169,32 +218,15 @@ __device__ void promote(const ForwardMemory& m, const ForwardScratch& scratch, s
         const std::uint32_t at = base + w * kWarp + __ffs(static_cast<int>(rest)) - 1;
         const std::uint32_t index = at * m.shape.kv_heads + kv_head;
         const std::uint32_t* const rows = scratch.far_rows + std::uint64_t{index} * m.list_room();
-        if (m.far_windows[index] != 0) want_windows(m, plane, m.rows[at].in(layer, m.window), forward, always, ballots);
-        want_again(m, plane, rows, m.far_listed[index], forward, again, ballots);
+        if (m.far_windows[index] != 0)
+          want_windows(m, plane, m.rows[at].in(layer, m.window), forward, wanted.always, ballots);
+        want_listed(m, plane, rows, m.far_listed[index], forward, wanted, ballots);
         if (kChosen && m.rows[at].in(layer, m.window).asks != 0)
-          want_chosen(m, plane, index, forward, again, ballots);
+          want_chosen(m, plane, index, forward, wanted, ballots);
       }
     }
   }
-  const auto acquire_all = [&](const Wanted& wanted, std::uint32_t most, std::uint32_t so_far, std::uint32_t patience) {
-    return acquire(
-        m, plane, so_far, most, forward, forward, patience, [&](std::uint32_t i) { return wanted.rows[i]; }, shared);
-  };
-  std::uint32_t acquired = 0;
-  for (const std::uint32_t patience : {kNearPatience, kNearAgain, kNoPatience})
-    acquired = acquire_all(always, always.count, acquired, patience);
-  const std::uint32_t left = min(again.count, m.promotions - acquired);
-  std::uint32_t others = 0;
-  for (const std::uint32_t patience : {kNearPatience, kNearAgain}) others = acquire_all(again, left, others, patience);
-  if constexpr (kScaled) {
-    load_scaled(m, plane, always, acquired);
-    load_scaled(m, plane, again, others);
-  } else {
-    load(m, plane, always, acquired);
-    load(m, plane, again, others);
-  }
-  if (threadIdx.x == 0 && acquired + others != 0)
-    atomicAdd(reinterpret_cast<unsigned long long*>(&m.state->promoted), acquired + others);
+  bring<kScaled>(m, plane, wanted, forward, shared);
 }
 
 }  // namespace sluice::gpu::near
