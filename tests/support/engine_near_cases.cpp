@@ -61,6 +61,8 @@ TEST_CASE("tokens that are attended again and again come near, and nothing else 
   // The same tokens in every step: once they are near, no layer asks.
   REQUIRE(far_since(never, 19) >= std::uint64_t{kPlanes} * 30);
   REQUIRE(far_since(cached, 19) == 0);
+  // With near rows that nobody used for long each layer's first turn brings them.
+  REQUIRE(far_since(cached, kNearTurn) == 0);
   REQUIRE(cached.stats.back().asked == cached.stats[19].asked);
 }
 
