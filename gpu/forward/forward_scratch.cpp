@@ -129,6 +129,9 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
     choice.foresight.bounds = carver.take<HeadBound>(memory.shape.layers * q_heads);
     choice.foresight.counts = carver.take<std::uint32_t>(q_heads);
     choice.foresight.candidates = carver.take<Candidate>(q_heads * choice.foresight.room);
+    choice.foresight.head_dim = memory.shape.head_dim;
+    choice.foresight.score_scale = memory.shape.score_scale();
+    choice.foresight.centers = carver.take<float>(std::uint64_t{memory.shape.layers} * heads * memory.shape.head_dim);
   }
   choice.jobs = carver.take<AttendJob>(jobs);
   choice.counters = carver.take<std::uint32_t>(jobs);

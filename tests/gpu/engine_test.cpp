@@ -127,15 +127,18 @@ TEST_CASE("a forward captured in a CUDA graph is the forward, bit by bit", "[eng
   REQUIRE(decode(rig, shape, stories, near_blocks, 20, true) == want);
 }
 
-TEST_CASE("what a head chooses is foreseen by the step before, however much is attended anyway", "[engine][gpu]") {
+TEST_CASE("what a head chooses is foreseen by the step before, however much is attended anyway and alike",
+          "[engine][gpu]") {
   const EngineRig rig = engine_rig();
   const auto recent = GENERATE(1u, 24u, 900u);
-  CAPTURE(recent);
+  const auto alike = GENERATE(0.f, 8.f);  // Of all keys along one channel; queries are random there.
+  CAPTURE(recent, alike);
   const AttentionShape shape{.layers = 2, .q_heads = 8, .kv_heads = 2, .head_dim = 64};
   const PolicySpec spec = parse_policy("exact | int4 | top_k=40 | near=0,sinks=4,recent=" + std::to_string(recent));
-  constexpr std::uint32_t kWarmUp = 16;
+  constexpr std::uint32_t kWarmUp = 96;
   constexpr std::uint32_t kSteps = 64;
-  const Story story(shape, 1100 + kWarmUp + kSteps, 77);
+  Story story(shape, 1100 + kWarmUp + kSteps, 77);
+  story.lean_along(5, alike);
   EngineOptions options = graph_options(shape, 1, 8);
   make_room_for(spec, story.tokens(), options);
   Engine engine(options, rig.device);

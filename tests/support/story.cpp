@@ -68,6 +68,10 @@ void Story::scale_queries(std::uint32_t token, float factor) {
   }
 }
 
+void Story::lean_along(std::uint32_t channel, float size) {
+  for (std::size_t i = channel; i < k_.size(); i += shape_.head_dim) k_[i] += size;
+}
+
 void Story::repeat_query() {
   const std::size_t row = std::size_t{shape_.q_heads} * shape_.head_dim;
   for (std::size_t i = 0; i < q_.size(); ++i) q_[i] = q_[i / (tokens_ * row) * (tokens_ * row) + i % row];

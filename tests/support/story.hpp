@@ -29,6 +29,9 @@ class Story {
   /// The queries of a token are this many times as long from now on.
   void scale_queries(std::uint32_t token, float factor);
 
+  /// All keys are larger by this along one channel from now on: a query gives all of them something alike.
+  void lean_along(std::uint32_t channel, float size);
+
   /// Every token has the key of the token `period` before it from now on: scores tie.
   void repeat_keys(std::uint32_t period);
 

@@ -130,6 +130,32 @@ __device__ void put_token(const ForwardMemory& m, const Row& values, const Forwa
                        m.codes + m.far_page(plane, block) * copy.page_bytes(), page_row, copy);
 }
 
+/// What a list's center is after one more key, see Foresight. By the warp that has the key.
+struct Center {
+  float4* at = nullptr;  ///< null: there is none
+  float4 before[Row::kWords];
+
+  /// Requests it.
+  __device__ Center(const Row& key, float* center) : at(reinterpret_cast<float4*>(center)) {
+#pragma unroll
+    for (std::uint32_t w = 0; w < Row::kWords; ++w) {
+      if (at != nullptr && key.has(w)) before[w] = at[key.word(w)];
+    }
+  }
+  __device__ void move(const Row& key) const {
+    const auto moved = [](float was, float value) {
+      const float is = was + kCenterStep * (value - was);
+      return isfinite(is) ? is : 0.f;
+    };
+#pragma unroll
+    for (std::uint32_t w = 0; w < Row::kWords; ++w) {
+      if (at != nullptr && key.has(w))
+        at[key.word(w)] = {moved(before[w].x, key.x[w].x), moved(before[w].y, key.x[w].y),
+                           moved(before[w].z, key.x[w].z), moved(before[w].w, key.x[w].w)};
+    }
+  }
+};
+
 /// Queries of a group, of a row that chooses, to both sides, by the warps for them.
 __device__ void put_queries(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t index, std::uint32_t at,
                             std::uint32_t head) {
@@ -184,6 +210,9 @@ __global__ void __launch_bounds__(kThreads)
   // A load takes a good part of what this kernel does: keys and values are requested before it is known where they go.
   Row values;
   if (warp < kQueries) values = Row(warp == 0 ? layer.k : layer.v, blockIdx.x, head);
+  const Foresight foresight = describes && warp == 0 ? foresight_of(m, scratch, layer.layer) : Foresight{};
+  const std::uint64_t list = blockIdx.x * m.shape.kv_heads + head;
+  const Center center(values, foresight.centers == nullptr ? nullptr : foresight.centers + list * m.shape.head_dim);
   const ForwardStatus status = m.state->status;
   const ForwardToken token = m.tokens[blockIdx.x];
   ForwardRow row = describes ? m.rows[blockIdx.x] : ForwardRow{};
@@ -198,6 +227,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (warp < kQueries && token.list != kNone) {
     put_token<kType>(m, values, token, plane);
+    // Of rows whose key this block has: others' centers stay, and may be those of strangers, which only costs time.
+    if (chooses != kNone && at == blockIdx.x) center.move(values);
   } else if (threadIdx.x == kDescribes * kWarp && describes) {
     row.drafts = 0;  // As it is; to know that takes fewer registers.
     describe(m, scratch, row.in(layer.layer, m.window), blockIdx.x, head, plane);

@@ -12,10 +12,11 @@ namespace sluice::gpu::forward {
 /// Bounds of the next step, of the query heads of a list.
 class Learner {
  public:
+  /// @param list  whose heads begin with `first`
   /// @param room  for candidates of a head where they are looked at
-  __device__ Learner(const Foresight& foresight, std::uint64_t first, const float* q, std::uint32_t head_dim,
+  __device__ Learner(const Foresight& foresight, std::uint32_t list, std::uint64_t first, const float* q,
                      std::uint32_t room)
-      : foresight_(foresight), first_(first), q_(q), head_dim_(head_dim), room_(min(room, foresight.room)) {}
+      : foresight_(foresight), first_(first), list_(list), q_(q), room_(min(room, foresight.room)) {}
   [[nodiscard]] __device__ bool foresees() const { return foresight_.bounds != nullptr; }
   [[nodiscard]] __device__ std::uint32_t found(std::uint32_t h) const { return foresight_.counts[first_ + h]; }
   [[nodiscard]] __device__ std::uint32_t room() const { return room_; }
@@ -25,33 +26,38 @@ class Learner {
   /// By a warp: after a choice that was not foreseen, or was.
   __device__ void learn(std::uint32_t h, foresight::Chosen chosen, bool foreseen = false) const {
     if (!foresees()) return;
+    const std::uint32_t dim = foresight_.head_dim;
     float squares = 0.f;
-    for (std::uint32_t i = threadIdx.x % kWarp; i < head_dim_; i += kWarp) {
-      const float value = q_[std::uint64_t{h} * head_dim_ + i];
+    float along = 0.f;
+    for (std::uint32_t i = threadIdx.x % kWarp; i < dim; i += kWarp) {
+      const float value = q_[std::uint64_t{h} * dim + i];
       squares += value * value;
+      along += value * foresight_.centers[std::uint64_t{list_} * dim + i];
     }
 #pragma unroll
-    for (std::uint32_t step = 1; step < kWarp; step *= 2) squares += __shfl_xor_sync(kAll, squares, step);
+    for (std::uint32_t step = 1; step < kWarp; step *= 2) {
+      squares += __shfl_xor_sync(kAll, squares, step);
+      along += __shfl_xor_sync(kAll, along, step);
+    }
     if (threadIdx.x % kWarp != 0) return;
-    chosen.length = sqrtf(squares);
+    chosen.query = {.length = sqrtf(squares), .center = along * foresight_.score_scale};
     HeadBound& bound = foresight_.bounds[first_ + h];
     bound = foresight::bound_after(chosen, margin_after(bound, h, chosen.picks, foreseen));
   }
 
  private:
-  /// A head that found too few has more the next time, and others less, little by little. One that was foreseen in
-  /// vain, as another of its group was not, has as many.
+  /// One that was foreseen in vain, as another of its group was not, has as many as before.
   [[nodiscard]] __device__ float margin_after(const HeadBound& bound, std::uint32_t h, std::uint32_t picks,
                                               bool foreseen) const {
     if (bound.bound == 0.f || bound.margin == 0.f || found(h) > room()) return foresight::kFirstMargin;
-    if (foreseen) return fmaxf(foresight::kLeastMargin, 0.98f * bound.margin);
-    return found(h) < picks ? fminf(foresight::kMostMargin, 1.5f * bound.margin) : bound.margin;
+    if (foreseen) return fmaxf(foresight::kLeastMargin, foresight::kLessMargin * bound.margin);
+    return found(h) < picks ? fminf(foresight::kMostMargin, foresight::kMoreMargin * bound.margin) : bound.margin;
   }
 
   const Foresight& foresight_;
   std::uint64_t first_;
+  std::uint32_t list_;
   const float* q_;  ///< of the list's first head
-  std::uint32_t head_dim_;
   std::uint32_t room_;
 };
 

@@ -12,10 +12,21 @@ namespace sluice::gpu::foresight {
 inline constexpr float kFirstMargin = 2.5f;
 inline constexpr float kLeastMargin = 2.f;
 inline constexpr float kMostMargin = 6.f;
+/// A head that found too few has so many more the next time, and others a little fewer each time: so that one in
+/// 350 finds too few, where scores of one step and the next differ as they like. All heads of a layer wait for one that
+/// reads all scores once more.
+inline constexpr float kMoreMargin = 2.f;
+inline constexpr float kLessMargin = 0.998f;
 
-/// Scores from here on are candidates, for a query of this length.
-__device__ __forceinline__ float least_of(const HeadBound& bound, float length) {
-  const float least = bound.bound * length;
+/// What bounds are relative to.
+struct QueryMeasure {
+  float length = 0.f;
+  float center = 0.f;  ///< score of the list's center
+};
+
+/// Scores from here on are candidates, for such a query.
+__device__ __forceinline__ float least_of(const HeadBound& bound, const QueryMeasure& query) {
+  const float least = bound.bound * query.length + query.center;
   return bound.bound != 0.f && isfinite(least) ? least : INFINITY;
 }
 
@@ -25,15 +36,15 @@ struct Chosen {
   float least = 0.f;        ///< `found` scores reached this
   std::uint32_t found = 0;  ///< 0: that is not known
   std::uint32_t picks = 0;
-  float length = 0.f;  ///< of the query
+  QueryMeasure query{};
 };
 
 /// Beyond the k-th the scores of a head fall off about exponentially: so many more reach a bound so much lower.
 __device__ inline HeadBound bound_after(const Chosen& chosen, float margin) {
   const float more = static_cast<float>(chosen.found) / static_cast<float>(chosen.picks);
   const float scale =
-      more > 1.05f && chosen.kth > chosen.least ? (chosen.kth - chosen.least) / logf(more) : 0.15f * fabsf(chosen.kth);
-  const float bound = (chosen.kth - scale * logf(margin)) / chosen.length;
+      more > 1.05f && chosen.kth > chosen.least ? (chosen.kth - chosen.least) / logf(more) : 0.15f * fabsf(chosen.kth - chosen.query.center);
+  const float bound = (chosen.kth - chosen.query.center - scale * logf(margin)) / chosen.query.length;
   return {.bound = isfinite(bound) ? bound : 0.f, .margin = margin};
 }
 
@@ -53,8 +64,8 @@ struct Staged {
 class Finder {
  public:
   __device__ Finder(const Foresight& foresight, std::uint64_t first) : foresight_(foresight), first_(first) {}
-  [[nodiscard]] __device__ float least(std::uint32_t head, float length) const {
-    return least_of(foresight_.bounds[first_ + head], length);
+  [[nodiscard]] __device__ float least(std::uint32_t head, const QueryMeasure& query) const {
+    return least_of(foresight_.bounds[first_ + head], query);
   }
   /// What the lanes of a warp have found, all at once.
   /// @param lanes  of the warp that look at the same head as this one

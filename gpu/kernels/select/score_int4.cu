@@ -125,7 +125,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   constexpr bool kAhead = kHeadDim * kFragments <= 128;
   constexpr bool kTellsWhole = kHeadDim <= 128;  // Likewise.
   QueryRow<kHeadDim> query;
+  CenterRow<kHeadDim, kForesees> center;  // Of all heads.
   if (kAhead) query.load(s.task, part.first_head, min(kAtOnce, part.heads));
+  if (kForesees) center.load(foresight.centers + std::uint64_t{blockIdx.y} * kHeadDim);
   stage_octets(s, part, layout, cut.chunks);
   __syncthreads();
   const LaneRow<kHeadDim> row(s.task.copies);
@@ -137,10 +139,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     WarpRows<kHeadDim> next;
     if (kAhead) next.load(s, row, part.octet(0), part.first(0) < part.count);
     const foresight::Finder finder(foresight, std::uint64_t{blockIdx.y} * group + first);
-    const float length = stage_query(s, query, shape.scale);
+    const foresight::QueryMeasure measure = stage_query(s, query, center, shape.scale);
     if (kForesees && threadIdx.x % kWarp == 0) {
       const std::uint32_t head = threadIdx.x / kWarp;
-      s.least[head] = head < heads ? finder.least(head, length) : INFINITY;
+      s.least[head] = head < heads ? finder.least(head, measure) : INFINITY;
     }
     __syncthreads();
     QueryFragments<kHeadDim, kFragments> q;

@@ -4,6 +4,7 @@
 
 #include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/mma.cuh"
+#include "gpu/kernels/select/foresight.cuh"
 
 /// How rows of 4-bit copies are shared by thread blocks, where they lie, and how queries are staged for them.
 namespace sluice::gpu::score_int4 {
@@ -128,26 +129,42 @@ struct QueryRow {
   }
 };
 
-/// A warp stages its query. Returns the query's length.
-template <std::uint32_t kHeadDim>
-__device__ float stage_query(Shared<kHeadDim>& s, const QueryRow<kHeadDim>& query, float scale) {
+/// A center of keys, see Foresight, as a warp reads it: likewise. Nothing unless `kForesees`.
+template <std::uint32_t kHeadDim, bool kForesees>
+struct CenterRow {
+  float values[kForesees ? kHeadDim / kWarp : 1] = {};
+  __device__ __forceinline__ void load(const float* center) {
+    if constexpr (kForesees) {
+#pragma unroll
+      for (std::uint32_t i = 0; i < kHeadDim / kWarp; ++i) values[i] = center[i * kWarp + threadIdx.x % kWarp];
+    }
+  }
+};
+
+/// A warp stages its query. Returns what bounds of its scores go by, if `kForesees`.
+template <std::uint32_t kHeadDim, bool kForesees>
+__device__ foresight::QueryMeasure stage_query(Shared<kHeadDim>& s, const QueryRow<kHeadDim>& query,
+                                               const CenterRow<kHeadDim, kForesees>& center, float scale) {
   const std::uint32_t head = threadIdx.x / kWarp;
   const std::uint32_t lane = threadIdx.x % kWarp;
   const float(&values)[kHeadDim / kWarp] = query.values;
   float most = 0.f;
   float sum = 0.f;
   float squares = 0.f;
+  float along = 0.f;
 #pragma unroll
   for (std::uint32_t i = 0; i < kHeadDim / kWarp; ++i) {
     most = fmaxf(most, fabsf(values[i]));
     sum += values[i];
     squares += values[i] * values[i];
+    if constexpr (kForesees) along += values[i] * center.values[i];
   }
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) {
     most = fmaxf(most, __shfl_xor_sync(detail::kAllLanes, most, step));
     sum += __shfl_xor_sync(detail::kAllLanes, sum, step);
     squares += __shfl_xor_sync(detail::kAllLanes, squares, step);
+    if constexpr (kForesees) along += __shfl_xor_sync(detail::kAllLanes, along, step);
   }
   const int exponent = min(max(static_cast<int>(__float_as_uint(most) >> 23) - 126, -100), 100);
   // All are below 1 by this power of two, and what is left of one behind 22 bits is about a rounding error of float.
@@ -160,7 +177,7 @@ __device__ float stage_query(Shared<kHeadDim>& s, const QueryRow<kHeadDim>& quer
     s.unit[head] = __int_as_float((127 + exponent - kQueryBits) << 23) * scale;
     s.sum[head] = sum * scale;
   }
-  return sqrtf(squares);
+  return {.length = sqrtf(squares), .center = along * scale};
 }
 
 /// Whether all rows of a warp's octets are there.
