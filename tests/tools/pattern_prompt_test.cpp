@@ -4,7 +4,10 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <deque>
+#include <map>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "cpu/device/host_device.hpp"

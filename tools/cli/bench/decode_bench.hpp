@@ -18,6 +18,7 @@
 #include "tools/cli/model_source.hpp"
 #include "tools/cli/text/output.hpp"
 #include "tools/cli/text/report.hpp"
+#include "tools/llama/runner.hpp"
 
 namespace sluice::tools {
 
