@@ -71,6 +71,23 @@ TEST_CASE("bench serve takes lengths from a file, and preempts where memory is s
   CHECK(near.at("answer_tokens") == all.at("answer_tokens"));
 }
 
+TEST_CASE("bench serve serves a policy in the placement that its name says", "[cli]") {
+  const json rows = rows_of(
+      "--prompt 400 --spread 0 --answer 12 --rates 0 --batch 2 --near-size 1M --policies "
+      "'psa;stream/psa;hybrid/psa;stream/sluice' --fetch-share 0.5");
+  REQUIRE(rows.size() == 4);
+  CHECK(rows[1].at("policy") == "stream/psa");
+  CHECK(rows[0].at("near_hit_share") == rows[2].at("near_hit_share"));  // --placement says hybrid.
+  for (const json& row : rows) {
+    CAPTURE(row.dump());
+    CHECK(row.at("answer_tokens") == 72);
+    CHECK(row.at("near_hit_share") > 0.0);
+  }
+  // What is attended does not depend on who does.
+  CHECK(rows[1].at("attended_share") == rows[0].at("attended_share"));
+  CHECK(rows[2].at("attended_share") == rows[0].at("attended_share"));
+}
+
 TEST_CASE("bench serve holds dense attention to the device memory that it is given", "[cli]") {
   // Keys and values of a token, 2 layers and KV heads of 64, take 1 KiB: 256 tokens, and 160 for each request.
   const TemporaryDirectory scratch;
@@ -191,6 +208,8 @@ TEST_CASE("bench serve refuses what it cannot serve, by name", "[cli]") {
   };
   const Case cases[] = {{"--rates ''", "--rates"},
                         {"--policies nosuch", "nosuch"},
+                        {"--policies nowhere/psa", "nowhere"},
+                        {"--policies stream/", "policy"},
                         {"--q-heads 7", "q_heads"},
                         {"--host-size 8K", "--host-size", 1},
                         {"--near-pages 1", "near pages", 1},

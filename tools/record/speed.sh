@@ -148,7 +148,7 @@ measure_speed() {
     # PSA's experiment: the highest rate that each method holds, with the same device memory for keys and values.
     serve)
       # shellcheck disable=SC2086 # Options.
-      "$sluice" bench serve --device "$device" $serve --bisect --policies "dense;sluice;psa;arkvale;topk" \
+      "$sluice" bench serve --device "$device" $serve --bisect --policies "dense;sluice;hybrid/psa;stream/psa;arkvale;topk" \
         -o json --output "$out/$1.json"
       ;;
     decode-lengths) decode_layer "$1" --policies sluice --length 4K,8K,16K,32K,64K,128K --layers 32 ;;

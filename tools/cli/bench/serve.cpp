@@ -231,9 +231,10 @@ void add_bench_serve(CLI::App& bench, int& exit_code) {
   add_count(*command, "--layers", options->shape.layers, "Layers of a forward", {.least = 1, .most = 256});
   add_model_flags(*command, *options);
   command
-      ->add_option("--policies", options->policies,
-                   "Policies to measure; see `sluice eval --help`. dense: everything attended, and all of it in device "
-                   "memory, see --kv-size")
+      ->add_option(
+          "--policies", options->policies,
+          "Policies to measure; see `sluice eval --help`. PLACEMENT/POLICY, e.g. stream/psa: in that placement "
+          "instead of --placement; dense: everything attended, and all of it in device memory, see --kv-size")
       ->capture_default_str();
   command->add_option("--rates", options->rates, "Comma list of requests a second, on average; 0: all come at once")
       ->capture_default_str();

@@ -58,10 +58,14 @@ std::vector<ServeMethod> parse_serve_methods(const BenchServeOptions& options) {
   std::vector<ServeMethod> methods;
   for (const std::string& name : split_policies(options.policies)) {
     const bool dense = name == "dense";
+    const std::size_t slash = name.find('/');
+    const bool placed = slash != std::string::npos;
     if (dense && options.kv_bytes == 0)
       throw Error(Errc::invalid_argument,
                   "--policies: dense has all keys and values in device memory; say how much that is by --kv-size");
-    methods.push_back({.name = name, .dense = dense, .policy = parse_policy(dense ? "full" : name)});
+    methods.push_back({.name = name, .dense = dense, .policy = {}});
+    if (placed) methods.back().placement = parse_placement(name.substr(0, slash));
+    methods.back().policy = parse_policy(dense ? "full" : name.substr(placed ? slash + 1 : 0));
     // Of attention alone what is timed is a layer that the policy works in.
     PolicySpec& policy = methods.back().policy;
     if (options.model.empty() && options.random_weights.empty()) policy.dense_layers = policy.dense_every = 0;
@@ -128,6 +132,10 @@ void ServeBench::warm_up() {
 EngineOptions ServeBench::engine_options(const ServeMethod& method) const {
   EngineFlags flags = options_.engine;
   if (method.dense) flags.host_bytes = 0;
+  if (method.placement) {
+    flags.placement = *method.placement;
+    flags.fetch_share.share = share_for(*method.placement, flags.fetch_share);
+  }
   const std::uint32_t page_tokens = page_tokens_for(method.policy, flags);
   EngineOptions sizes = sized(flags, shape_, {&method.policy, 1}, {.page_tokens = page_tokens, .tokens = longest_});
   if (flags.host_bytes == 0) {  // The `batch` longest requests, unless the user says how much.

@@ -36,13 +36,16 @@ struct BenchServeOptions {
   OutputOptions output;
 };
 
-/// Who serves: a policy, or dense attention with all keys and values in device memory.
+/// Who serves: a policy, in a placement of its own if its name says so, as `stream/psa` does; or dense attention with
+/// all keys and values in device memory.
 struct ServeMethod {
   std::string name;
   bool dense = false;
+  std::optional<PlacementMode> placement{};  ///< none: --placement
   PolicySpec policy;
 };
-/// @throws Error{Errc::invalid_argument} if the list is empty, for what is no policy, and for `dense` without --kv-size
+/// @throws Error{Errc::invalid_argument} if the list is empty, for what is no policy or placement, and for `dense`
+///         without --kv-size
 [[nodiscard]] std::vector<ServeMethod> parse_serve_methods(const BenchServeOptions& options);
 
 /// Serves one load by one method after the other, at one rate after the other.
