@@ -76,9 +76,9 @@ TEST_CASE("of equals the GPU chooses the lowest token wherever they are", "[llam
 TEST_CASE("the GPU knows numbers that are none, zeros of both signs, infinities and the smallest",
           "[llama][gpu][likeliest]") {
   const float least = std::numeric_limits<float>::denorm_min();
-  const std::vector<std::vector<float>> rows = {{kNan, kNan, kNan, kNan},  {kNan, -kInf, kNan, -kInf},
-                                                {-kInf, kNan, kInf, kInf}, {-0.f, 0.f, -0.f, 0.f},
-                                                {kNan, -0.f, 0.f, -1.f},   {0.f, -least, least, 2 * least},
+  const std::vector<std::vector<float>> rows = {{kNan, kNan, kNan, kNan},         {kNan, -kInf, kNan, -kInf},
+                                                {-kInf, kNan, kInf, kInf},        {-0.f, 0.f, -0.f, 0.f},
+                                                {kNan, -0.f, 0.f, -1.f},          {0.f, -least, least, 2 * least},
                                                 {-2 * least, -least, -kInf, -1.f}};
   std::vector<float> logits;
   for (const auto& row : rows) logits.insert(logits.end(), row.begin(), row.end());

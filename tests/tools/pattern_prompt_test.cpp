@@ -73,8 +73,7 @@ class Prompts {
     stream_->synchronize(deadline_after(std::chrono::seconds(20)));
     TensorView own;
     own.tokens = rows;
-    AttentionCall call =
-        prompt_.attended({.layer = LayerId{layer}, .q = own, .k = own, .v = own, .out = {}}, drafts);
+    AttentionCall call = prompt_.attended({.layer = LayerId{layer}, .q = own, .k = own, .v = own, .out = {}}, drafts);
     const auto place = call.q.data;
     CHECK((places_.emplace(std::pair(layer, drafts), place).first->second == place));
     const std::uint64_t heads = kShape.q_heads + 2 * kShape.kv_heads;

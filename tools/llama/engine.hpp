@@ -21,7 +21,8 @@ class Engine {
   /// As Model::choose.
   virtual void choose(Activations& work, std::uint32_t rows) const = 0;
   /// As Model::decode; enqueued unless an engine has graphs.
-  virtual void decode(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work, Launch launch) const;
+  virtual void decode(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work,
+                      Launch launch) const;
   /// Of the rows that were chosen last, `first` and those behind it.
   virtual void likeliest(Activations& work, std::span<Likeliest> out) const = 0;
   virtual void logits(Activations& work, std::uint32_t first, std::span<float> out) const = 0;

@@ -32,9 +32,9 @@ EngineSession::EngineSession(std::shared_ptr<Runner> runner, const PolicySpec& p
 
 EngineSession::EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device,
                              const PolicySpec& policy)
-    : EngineSession(as_one_error("begin a session",
-                                 [&] { return std::make_shared<Runner>(model, engine, std::move(device)); }),
-                    policy) {}
+    : EngineSession(
+          as_one_error("begin a session", [&] { return std::make_shared<Runner>(model, engine, std::move(device)); }),
+          policy) {}
 
 EngineSession::EngineSession(std::shared_ptr<Runner> runner, SequenceId sequence)
     : runner_(std::move(runner)), sequence_(sequence), tokens_(engine().tokens(sequence)) {
@@ -50,8 +50,7 @@ void EngineSession::require_room() const {
 
 EngineSession::EngineSession(const EngineSession& parent, const PolicySpec& policy)
     : runner_(parent.runner_), tokens_(parent.tokens_), lost_(parent.lost_), now_(parent.now_) {
-  sequence_ =
-      as_one_error("fork a sequence", [&] { return engine().fork(parent.sequence_, parent.tokens_, policy); });
+  sequence_ = as_one_error("fork a sequence", [&] { return engine().fork(parent.sequence_, parent.tokens_, policy); });
 }
 
 EngineSession::~EngineSession() {
@@ -91,8 +90,7 @@ void EngineSession::prefill(std::span<const int> tokens, const Progress& progres
 
 TensorCourier* EngineSession::courier() {
   if (runner_->queue() != nullptr && !courier_)
-    courier_ =
-        std::make_unique<TensorCourier>(*runner_->device(), *runner_->queue(), engine().options().timeout);
+    courier_ = std::make_unique<TensorCourier>(*runner_->device(), *runner_->queue(), engine().options().timeout);
   return courier_.get();
 }
 
@@ -132,8 +130,8 @@ void EngineSession::import_chunk(const PromptCache& prompt, LayerId layer, std::
     return courier() != nullptr && view.tokens != 0 ? courier()->to_device(slot, view) : view;
   };
   engine().import_prefix(sequence_, layer, placed(Slot::k, prompt.keys(layer, first, count)),
-                        placed(Slot::v, prompt.values(layer, first, count)), runner_->stream(),
-                        placed(Slot::q, prompt.last_queries(layer, first, count)));
+                         placed(Slot::v, prompt.values(layer, first, count)), runner_->stream(),
+                         placed(Slot::q, prompt.last_queries(layer, first, count)));
 }
 
 void EngineSession::decode(int token) {

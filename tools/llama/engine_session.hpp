@@ -54,7 +54,8 @@ class EngineSession final : public Conversation {
   /// Traces every forward that is this session's alone; the engine's largest bucket has to have traces.
   using OnTrace = std::function<void(const ForwardTrace& trace, bool prefill)>;
   void on_trace(OnTrace called) { on_trace_ = std::move(called); }
-  /// Both @throws Error{Errc::invalid_argument} if a forward failed since, and took the logits along: go on by its token.
+  /// Both @throws Error{Errc::invalid_argument} if a forward failed since, and took the logits along: go on by its
+  /// token.
   [[nodiscard]] int best() const override;
   [[nodiscard]] std::span<const float> logits() const override;
   [[nodiscard]] std::uint32_t tokens() const noexcept { return tokens_; }

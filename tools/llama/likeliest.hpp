@@ -5,8 +5,8 @@
 
 namespace sluice::tools {
 
-/// What a greedy decoder goes on with after a row: the token with the largest logit, the lowest one among equals. NaN is
-/// never chosen. Kernels write it.
+/// What a greedy decoder goes on with after a row: the token with the largest logit, the lowest one among equals. NaN
+/// is never chosen. Kernels write it.
 struct Likeliest {
   std::int32_t token = -1;  ///< -1: no logit is a number
   float logit = 0.f;

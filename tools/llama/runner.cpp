@@ -34,7 +34,8 @@ Graphs parse_graphs(std::string_view text, std::string_view option) {
   for (const Graphs graphs : {Graphs::automatic, Graphs::on, Graphs::off}) {
     if (text == to_string(graphs)) return graphs;
   }
-  throw Error(Errc::invalid_argument, std::string(option) + ": '" + std::string(text) + "' is unknown; have auto, on, off");
+  throw Error(Errc::invalid_argument,
+              std::string(option) + ": '" + std::string(text) + "' is unknown; have auto, on, off");
 }
 
 bool use_graphs(Graphs graphs, const Model& model, const sluice::Engine& engine) {

@@ -29,14 +29,13 @@ enum class Graphs : std::uint8_t {
 
 class Logits;
 
-/// Runs forwards of a model whose attention an engine plans, one after the other: it has their stream, their buffers, and
-/// the graphs that refer to both. Sessions of an engine may share one. Model and engine must be on the same device and
-/// outlive it. Held by shared_ptr. Thread safety: none.
+/// Runs forwards of a model whose attention an engine plans, one after the other: it has their stream, their buffers,
+/// and the graphs that refer to both. Sessions of an engine may share one. Model and engine must be on the same device
+/// and outlive it. Held by shared_ptr. Thread safety: none.
 class Runner : public std::enable_shared_from_this<Runner> {
  public:
   /// @throws as `use_graphs`
-  Runner(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device,
-         Graphs graphs = Graphs::automatic);
+  Runner(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device, Graphs graphs = Graphs::automatic);
 
   [[nodiscard]] const Model& model() const noexcept { return model_; }
   [[nodiscard]] sluice::Engine& engine() const noexcept { return engine_; }

@@ -123,12 +123,11 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
   add_device_flags(*command, options->device);
   add_output(*command, options->output);
   command->footer(
-      "The prompt's keys and values are random numbers, or synthetic, and imported without computing them; decoding "
-      "is\n"
-      "the model's own: with --structure, too, all that it computes but which rows are attended. Forwards are CUDA\n"
-      "graphs as --graphs says; those of dense are enqueued layer by layer. Same tokens: share that is as by the first method. With --drafts times are of forwards, which accept "
-      "one token of those that they "
-      "verify.");
+      "The prompt's keys and values are random numbers, or synthetic, and imported without computing them; decoding\n"
+      "is the model's own: with --structure, too, all that it computes but which rows are attended. Forwards are CUDA\n"
+      "graphs as --graphs says; those of dense are enqueued layer by layer. Same tokens: share that is as by the "
+      "first\n"
+      "method. With --drafts times are of forwards, which accept one token of those that they verify.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

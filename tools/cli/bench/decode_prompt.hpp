@@ -26,8 +26,8 @@ class DecodePrompt {
   virtual ~DecodePrompt() = default;
   /// `put` for every chunk of a sequence's prompt, layer by layer.
   virtual void for_each_chunk(std::uint32_t sequence, std::uint32_t tokens, const PutChunk& put) const = 0;
-  /// Before a forward of `drafts` tokens of each sequence, the first of them at `position`: enqueues what puts them where
-  /// `attended` has them.
+  /// Before a forward of `drafts` tokens of each sequence, the first of them at `position`: enqueues what puts them
+  /// where `attended` has them.
   virtual void begin(std::uint32_t position, std::uint32_t drafts, Stream& stream) = 0;
   /// A layer of that forward: what is attended instead of what the model says, in the same place every time, so that a
   /// graph finds it there.
