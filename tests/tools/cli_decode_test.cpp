@@ -76,6 +76,10 @@ TEST_CASE("bench decode goes on with the model's own tokens and rows unless a st
   const auto rows = rows_of("--length 512 --steps 2 --warm-up 1 --methods 'dense;hybrid/sluice'");
   CHECK(rows.at("hybrid/sluice").at("same_tokens_share").is_null());
   CHECK(rows.at("hybrid/sluice").at("coverage_mean").is_null());
+  for (const char* method : {"dense", "hybrid/sluice"}) CHECK(rows.at(method).at("launched") == "enqueued");
+  const Outcome on = bench_decode("--graphs on --length 512 --steps 2 --warm-up 1 --methods hybrid/sluice");
+  CHECK(on.code == 3);
+  CHECK(contains(on.err, "runs on the CPU"));
   const Outcome odd = bench_decode("--structure odd");
   CHECK(odd.code == 2);
   CHECK(is_one_error(odd));

@@ -110,6 +110,22 @@ TEST_CASE("standard input that cannot be read is no empty prompt", "[cli]") {
   }
 }
 
+TEST_CASE("graphs are off on the CPU, whoever does not insist", "[cli]") {
+  const std::string run = kRun + kPrompt + "--max-tokens 4 ";
+  const json usual = json_of(run), off = json_of(run + "--graphs off");
+  CHECK(usual.at("tokens") == off.at("tokens"));
+  CHECK(usual.at("graph_replays") == 0);
+  CHECK(usual.at("config").at("graphs") == "auto");
+  const Outcome on = sluice::test::sluice(run + "--graphs on");
+  CHECK(on.code == 3);
+  CHECK(is_one_error(on));
+  CHECK(contains(on.err, "runs on the CPU"));
+  const Outcome odd = sluice::test::sluice(run + "--graphs yes");
+  CHECK(odd.code == 2);
+  CHECK(is_one_error(odd));
+  CHECK(contains(odd.err, "--graphs: 'yes'"));
+}
+
 TEST_CASE("the table has no row for what did not happen", "[cli]") {
   const Outcome whole = sluice::test::sluice(kRun + kPrompt + "--max-tokens 4 --policy full --near 100%");
   CAPTURE(whole.err);

@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "tools/llama/conversation.hpp"
-#include "tools/llama/sampler.hpp"
 
 namespace sluice::test {
 
@@ -12,7 +11,7 @@ namespace sluice::test {
 inline std::vector<int> decode_greedily(tools::Conversation& session, std::size_t count) {
   std::vector<int> tokens;
   while (tokens.size() < count) {
-    tokens.push_back(tools::argmax(session.logits()));
+    tokens.push_back(session.best());
     if (tokens.size() < count) session.decode(tokens.back());
   }
   return tokens;

@@ -41,6 +41,7 @@ inline void check_golden_on_engine(const tools::Model& model, const std::shared_
     session.prefill(golden.prompt);
     CHECK(session.tokens() == golden.prompt.size());
     CHECK(max_abs_diff(session.logits(), golden.logits) < tolerance);
+    CHECK(session.best() == tools::argmax(session.logits()));
     CHECK(decode_greedily(session, golden.greedy.size()) == golden.greedy);
   }
   CHECK(engine.memory().far_pages_used == 0);
@@ -89,7 +90,7 @@ inline void check_batch(const tools::Model& model, const std::shared_ptr<Device>
   std::vector<int> tokens(rows);
   std::vector<std::vector<int>> outputs(rows);
   for (std::size_t step = 0; step < cases.front().greedy.size(); ++step) {
-    for (std::size_t i = 0; i < rows; ++i) outputs[i].push_back(tokens[i] = tools::argmax(batch[i]->logits()));
+    for (std::size_t i = 0; i < rows; ++i) outputs[i].push_back(tokens[i] = batch[i]->best());
     tools::decode_batch(batch, tokens);
   }
   for (std::size_t i = 0; i < rows; ++i) {

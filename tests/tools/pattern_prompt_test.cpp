@@ -4,7 +4,10 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <deque>
+#include <map>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "cpu/device/host_device.hpp"
@@ -63,18 +66,29 @@ class Prompts {
     return all;
   }
 
-  /// The rows of a forward's layer.
+  /// The rows of a forward's layer, copied, as they lie where the next forward's will.
   [[nodiscard]] AttentionCall attended(std::uint32_t layer, std::uint32_t position, std::uint32_t rows,
-                                       std::uint32_t drafts = 1) const {
+                                       std::uint32_t drafts = 1) {
+    prompt_.begin(position, drafts, *stream_);
+    stream_->synchronize(deadline_after(std::chrono::seconds(20)));
     TensorView own;
     own.tokens = rows;
-    return prompt_.attended({.layer = LayerId{layer}, .q = own, .k = own, .v = own, .out = {}}, position, drafts);
+    AttentionCall call = prompt_.attended({.layer = LayerId{layer}, .q = own, .k = own, .v = own, .out = {}}, drafts);
+    const auto place = call.q.data;
+    CHECK((places_.emplace(std::pair(layer, drafts), place).first->second == place));
+    const std::uint64_t heads = kShape.q_heads + 2 * kShape.kv_heads;
+    const std::uint64_t elements = (rows - 1) * call.q.token_stride + heads * kShape.head_dim;
+    copies_.emplace_back(place, place + elements * sizeof(std::uint16_t));
+    for (TensorView* view : {&call.q, &call.k, &call.v}) view->data = copies_.back().data() + (view->data - place);
+    return call;
   }
 
  private:
   cpu::HostDevice device_;
   std::unique_ptr<Stream> stream_;
   PatternPrompt prompt_;
+  std::map<std::pair<std::uint32_t, std::uint32_t>, const std::byte*> places_;  ///< of layers and drafts
+  std::deque<std::vector<std::byte>> copies_;
 };
 
 std::vector<double> softmax(const std::vector<float>& q, const std::vector<std::vector<float>>& keys) {
@@ -113,7 +127,7 @@ TEST_CASE("few tokens hold most of the softmax of every row behind a structured 
   const auto each = GENERATE(values<Case>({{PromptStructure::narrow_slash, 0.85, 1.0},
                                            {PromptStructure::vertical_slash, 0.6, 0.97},
                                            {PromptStructure::uniform, 0.0, 0.4}}));
-  const Prompts prompts(options_of(each.structure));
+  Prompts prompts(options_of(each.structure));
   for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
     for (const std::uint32_t sequence : {0u, 1u}) {
       const Imported imported = prompts.imported(sequence, layer);
@@ -136,7 +150,7 @@ TEST_CASE("few tokens hold most of the softmax of every row behind a structured 
 }
 
 TEST_CASE("layers and sequences want other tokens of their prompts", "[pattern]") {
-  const Prompts prompts(options_of(PromptStructure::narrow_slash));
+  Prompts prompts(options_of(PromptStructure::narrow_slash));
   std::vector<std::vector<std::size_t>> wanted;
   for (const std::uint32_t sequence : {0u, 1u}) {
     for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
@@ -159,11 +173,12 @@ TEST_CASE("a forward's rows go on with the prompt: alone, in a batch, and as dra
   constexpr std::uint32_t kShort = 8000;
   PatternPromptOptions options = options_of(PromptStructure::narrow_slash);
   options.tokens = kShort;
-  const Prompts prompts(options);
+  Prompts prompts(options);
   options.sequences = 1;
-  const Prompts alone(options);
+  options.drafts = 4;
+  Prompts alone(options);
   options.tokens = kShort - 16;
-  const Prompts shorter(options);
+  Prompts shorter(options);
   const Imported whole = alone.imported(0, 1);
   CHECK(whole.queries.size() == kShownQueries);
   for (std::uint32_t step = 0; step + 4 <= kSteps; step += 4) {
@@ -201,7 +216,7 @@ TEST_CASE("prompts of any length come in whole, with the queries of their newest
   CHECK(imported.queries.size() == (tokens == 5 ? 1 : std::min(tokens > 4 ? tokens - 4 : tokens, kShownQueries)));
   // The newest query is that of the last position.
   if (tokens > 1 && tokens < 8000) {
-    const Prompts before({.structure = PromptStructure::vertical_slash, .seed = 1, .tokens = tokens - 1});
+    Prompts before({.structure = PromptStructure::vertical_slash, .seed = 1, .tokens = tokens - 1});
     CHECK((floats(before.attended(2, tokens - 1, 1).q.row(0, 0)) == imported.queries.back()));
   }
 }

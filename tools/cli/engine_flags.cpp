@@ -21,6 +21,16 @@ void add_handover(CLI::App& app, Handover& handover) {
       ->default_str(to_string(handover));
 }
 
+void add_graphs(CLI::App& app, Graphs& graphs) {
+  const auto read = [&graphs](const std::string& text) { graphs = parse_graphs(text, "--graphs"); };
+  app.add_option_function<std::string>(
+         "--graphs", read,
+         "Whether a forward that decodes is one CUDA graph, from its products to the choice of the token: auto where "
+         "that works; not on the CPU, with --handover host, or while it is audited or traced")
+      ->type_name("auto|on|off")
+      ->default_str(to_string(graphs));
+}
+
 void add_engine_flags(CLI::App& app, EngineFlags& flags, const std::string& dense) {
   const auto read_placement = [&flags](const std::string& text) { flags.placement = parse_placement(text); };
   app.add_option_function<std::string>(

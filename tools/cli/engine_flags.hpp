@@ -11,6 +11,7 @@
 #include "tools/cli/text/command.hpp"
 #include "tools/cli/text/report.hpp"
 #include "tools/llama/model.hpp"
+#include "tools/llama/runner.hpp"
 
 namespace sluice::tools {
 
@@ -21,6 +22,7 @@ struct EngineFlags {
   PlacementMode placement = EngineOptions{}.placement;
   FetchShare fetch_share;
   Handover handover = EngineOptions{}.handover;
+  Graphs graphs = Graphs::automatic;  ///< of commands that have --graphs
   std::uint32_t page_tokens = EngineOptions{}.page_tokens;
   DType kv_dtype = EngineOptions{}.kv_dtype;
   std::uint32_t prefill_chunk = 512;  ///< tokens of a prompt that are attended at a time
@@ -38,6 +40,8 @@ struct EngineFlags {
 void add_engine_flags(CLI::App& app, EngineFlags& flags, const std::string& dense = "0");
 /// `--handover`, of these and of benchmarks.
 void add_handover(CLI::App& app, Handover& handover);
+/// `--graphs`, of commands that decode with a model.
+void add_graphs(CLI::App& app, Graphs& graphs);
 
 /// `--kv-dtype auto`: keys and values as the model has them.
 void choose_kv_dtype(EngineFlags& flags, const Model& model) noexcept;

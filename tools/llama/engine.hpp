@@ -18,8 +18,14 @@ class Engine {
   [[nodiscard]] virtual const char* isa() const noexcept = 0;
   /// As Model::forward; at least one token.
   virtual void forward(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work) const = 0;
-  /// As Model::logits.
-  virtual void logits(Activations& work, std::uint32_t rows, std::span<float> out) const = 0;
+  /// As Model::choose.
+  virtual void choose(Activations& work, std::uint32_t rows) const = 0;
+  /// As Model::decode; enqueued unless an engine has graphs.
+  virtual void decode(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work,
+                      Launch launch) const;
+  /// Of the rows that were chosen last, `first` and those behind it.
+  virtual void likeliest(Activations& work, std::span<Likeliest> out) const = 0;
+  virtual void logits(Activations& work, std::uint32_t first, std::span<float> out) const = 0;
 };
 
 /// Queries, keys and values of one product.

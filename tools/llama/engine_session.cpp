@@ -9,59 +9,53 @@
 namespace sluice::tools {
 namespace {
 
+constexpr const char* kLost = "the logits are lost, as a forward failed; go on with the token that it was to decode";
+
 [[noreturn]] void refuse(const std::string& why) { throw Error(Errc::invalid_argument, why); }
+
+/// Whether a forward that failed is no longer under way.
+bool taken_back(sluice::Engine& engine, const Batch& batch) noexcept {
+  try {
+    engine.cancel(batch);
+  } catch (const Error& error) {
+    return error.code() == Errc::invalid_argument;  // It had ended.
+  }
+  return true;
+}
 
 }  // namespace
 
-EngineSession::EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device,
-                             const PolicySpec& policy)
-    : model_(model), engine_(engine), device_(std::move(device)) {
+EngineSession::EngineSession(std::shared_ptr<Runner> runner, const PolicySpec& policy) : runner_(std::move(runner)) {
   require_room();
-  take_stream();
-  sequence_ = as_one_error("begin a sequence", [&] { return engine.begin(policy); });
+  sequence_ = as_one_error("begin a sequence", [&] { return engine().begin(policy); });
 }
 
 EngineSession::EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device,
-                             SequenceId sequence)
-    : model_(model),
-      engine_(engine),
-      device_(std::move(device)),
-      sequence_(sequence),
-      tokens_(engine.tokens(sequence)) {
+                             const PolicySpec& policy)
+    : EngineSession(
+          as_one_error("begin a session", [&] { return std::make_shared<Runner>(model, engine, std::move(device)); }),
+          policy) {}
+
+EngineSession::EngineSession(std::shared_ptr<Runner> runner, SequenceId sequence)
+    : runner_(std::move(runner)), sequence_(sequence), tokens_(engine().tokens(sequence)) {
   require_room();
-  take_stream();
 }
 
 void EngineSession::require_room() const {
-  if (engine_.options().shape != model_.config().shape())
+  if (engine().options().shape != model().config().shape())
     refuse("the engine was built for another attention shape; set EngineOptions::shape to model.config().shape()");
-  if (engine_.options().largest.prefills == 0 || engine_.options().largest.decode_rows == 0)
+  if (engine().options().largest.prefills == 0 || engine().options().largest.decode_rows == 0)
     refuse("the engine has no room for prompts, or none for decoding; give EngineOptions::largest both");
 }
 
 EngineSession::EngineSession(const EngineSession& parent, const PolicySpec& policy)
-    : model_(parent.model_),
-      engine_(parent.engine_),
-      device_(parent.device_),
-      tokens_(parent.tokens_),
-      logits_(parent.logits_) {
-  take_stream();
-  sequence_ =
-      as_one_error("fork a sequence", [&] { return engine_.fork(parent.sequence_, parent.tokens_, policy); });
-}
-
-void EngineSession::take_stream() {
-  if (device_ && model_.device() != nullptr) {
-    queue_ = device_->create_stream("session");
-    stream_ = queue_->native_handle();
-    work_.stream = queue_.get();
-  }
-  work_.timeout = engine_.options().timeout;
+    : runner_(parent.runner_), tokens_(parent.tokens_), lost_(parent.lost_), now_(parent.now_) {
+  sequence_ = as_one_error("fork a sequence", [&] { return engine().fork(parent.sequence_, parent.tokens_, policy); });
 }
 
 EngineSession::~EngineSession() {
   try {
-    engine_.end(sequence_);
+    engine().end(sequence_);
   } catch (...) {
     // A destructor cannot throw. The engine owns the blocks, and frees them with itself if not before.
   }
@@ -69,7 +63,7 @@ EngineSession::~EngineSession() {
 
 void EngineSession::require_usable(std::size_t more) const {
   if (broken_) refuse("an earlier error left a forward under way; end this session and begin another");
-  const std::uint32_t limit = model_.config().max_position_embeddings;
+  const std::uint32_t limit = model().config().max_position_embeddings;
   if (tokens_ + more > limit)
     refuse(std::to_string(tokens_ + more) + " tokens exceed the model's context of " + std::to_string(limit) +
            " (max_position_embeddings)");
@@ -78,25 +72,25 @@ void EngineSession::require_usable(std::size_t more) const {
 void EngineSession::prefill(std::span<const int> tokens, const Progress& progress, PromptCache* record) {
   if (tokens.empty()) refuse("a prompt needs at least one token; begin it with BOS");
   require_usable(tokens.size());
-  for (const int token : tokens) model_.require_token(token);
+  for (const int token : tokens) model().require_token(token);
   if (record != nullptr && tokens_ != 0) refuse("a prompt can be recorded only from the session's first token");
   as_one_error("read the prompt", [&] {
-    if (record != nullptr) record->start(model_.config().shape(), tokens);
-    const std::size_t most = engine_.options().largest.prefill_rows;
+    if (record != nullptr) record->start(model().config().shape(), tokens);
+    const std::size_t most = engine().options().largest.prefill_rows;
     for (std::size_t done = 0; done < tokens.size();) {
       const auto chunk = tokens.subspan(done, std::min(most, tokens.size() - done));
-      forward(chunk, {.decode_rows = 0, .prefill_rows = static_cast<std::uint32_t>(chunk.size()), .prefills = 1}, true,
-              record);
       done += chunk.size();
+      read_chunk(chunk, done == tokens.size(), record);
       if (progress) progress(static_cast<std::uint32_t>(done), static_cast<std::uint32_t>(tokens.size()));
     }
-    take_logits();
-    if (record != nullptr) record->finish(logits_);
+    now_ = runner_->take(1).front();
+    if (record != nullptr) record->finish(now_->values());
   });
 }
 
 TensorCourier* EngineSession::courier() {
-  if (queue_ && !courier_) courier_ = std::make_unique<TensorCourier>(*device_, *queue_, work_.timeout);
+  if (runner_->queue() != nullptr && !courier_)
+    courier_ = std::make_unique<TensorCourier>(*runner_->device(), *runner_->queue(), engine().options().timeout);
   return courier_.get();
 }
 
@@ -117,16 +111,16 @@ void EngineSession::import_prompt(const PromptCache& prompt) {
   require_usable(prompt.tokens());
   if (tokens_ != 0) refuse("import_prompt needs an empty session");
   if (!prompt.complete()) refuse("the prompt cache is empty; record a prefill into it first");
-  if (prompt.shape() != model_.config().shape() || prompt.logits().size() != model_.config().vocab_size)
+  if (prompt.shape() != model().config().shape() || prompt.logits().size() != model().config().vocab_size)
     refuse("the prompt cache was recorded by a model of another shape");
   as_one_error("import the prompt", [&] {
-    for (std::uint32_t first = 0; first < prompt.tokens(); first += engine_.options().import_rows) {
-      const std::uint32_t count = std::min(engine_.options().import_rows, prompt.tokens() - first);
+    for (std::uint32_t first = 0; first < prompt.tokens(); first += engine().options().import_rows) {
+      const std::uint32_t count = std::min(engine().options().import_rows, prompt.tokens() - first);
       for (LayerId layer{0}; layer.value < prompt.shape().layers; ++layer.value)
         import_chunk(prompt, layer, first, count);
       tokens_ += count;
     }
-    logits_.assign(prompt.logits().begin(), prompt.logits().end());
+    now_ = std::make_shared<Logits>(std::vector<float>(prompt.logits().begin(), prompt.logits().end()));
   });
 }
 
@@ -135,28 +129,25 @@ void EngineSession::import_chunk(const PromptCache& prompt, LayerId layer, std::
   const auto placed = [&](Slot slot, const TensorView& view) {
     return courier() != nullptr && view.tokens != 0 ? courier()->to_device(slot, view) : view;
   };
-  engine_.import_prefix(sequence_, layer, placed(Slot::k, prompt.keys(layer, first, count)),
-                        placed(Slot::v, prompt.values(layer, first, count)), stream_,
-                        placed(Slot::q, prompt.last_queries(layer, first, count)));
+  engine().import_prefix(sequence_, layer, placed(Slot::k, prompt.keys(layer, first, count)),
+                         placed(Slot::v, prompt.values(layer, first, count)), runner_->stream(),
+                         placed(Slot::q, prompt.last_queries(layer, first, count)));
 }
 
 void EngineSession::decode(int token) {
-  require_usable(1);
-  if (tokens_ == 0) refuse("decode before prefill; give the session a prompt first");
-  model_.require_token(token);
-  as_one_error("decode", [&] {
-    Bucket bucket = decoding(1);
-    bucket.audit = audit_every_ != 0 && decoded_ % audit_every_ == 0;
-    forward({&token, 1}, bucket, false);
-    ++decoded_;
-    visible_ += tokens_;
-    take_logits();
-  });
+  EngineSession* const self = this;
+  decode_batch({&self, 1}, {&token, 1});
 }
 
-Bucket EngineSession::decoding(std::uint32_t rows) const noexcept {
-  const Bucket& largest = engine_.options().largest;
-  return {.decode_rows = rows, .top_k = largest.top_k, .unbounded = largest.unbounded, .pages = largest.pages};
+int EngineSession::best() const {
+  if (now_) return token_of(now_->best());
+  refuse(lost_ ? kLost : "no token is likeliest before a prompt; give the session one first");
+}
+
+std::span<const float> EngineSession::logits() const {
+  if (now_) return as_one_error("copy the logits", [&] { return now_->values(); });
+  if (lost_) refuse(kLost);
+  return {};
 }
 
 void decode_batch(std::span<EngineSession* const> sessions, std::span<const int> tokens) {
@@ -165,98 +156,88 @@ void decode_batch(std::span<EngineSession* const> sessions, std::span<const int>
   const EngineSession& lead = *sessions.front();
   for (std::size_t i = 0; i < sessions.size(); ++i) {
     const EngineSession& session = *sessions[i];
-    if (&session.model_ != &lead.model_ || &session.engine_ != &lead.engine_)
+    if (&session.model() != &lead.model() || &session.engine() != &lead.engine())
       refuse("decode_batch needs sessions of one model and one engine");
     if (std::ranges::find(sessions.first(i), sessions[i]) != sessions.begin() + static_cast<std::ptrdiff_t>(i))
       refuse("decode_batch has a session twice");
     session.require_usable(1);
     if (session.tokens_ == 0) refuse("decode before prefill; give every session a prompt first");
-    session.model_.require_token(tokens[i]);
+    session.model().require_token(tokens[i]);
   }
-  as_one_error("decode a batch", [&] { EngineSession::decode_together(sessions, tokens); });
+  as_one_error(sessions.size() == 1 ? "decode" : "decode a batch",
+               [&] { EngineSession::decode_together(sessions, tokens); });
 }
 
 void EngineSession::decode_together(std::span<EngineSession* const> sessions, std::span<const int> tokens) {
   EngineSession& lead = *sessions.front();
   const auto rows = static_cast<std::uint32_t>(sessions.size());
   std::vector<PlanItem> items;
-  lead.placed_.clear();
+  std::vector<PlacedToken> placed;
   for (std::uint32_t i = 0; i < rows; ++i) {
     items.push_back({.sequence = sessions[i]->sequence_});
-    lead.placed_.push_back({.token = tokens[i], .position = sessions[i]->tokens_});
+    placed.push_back({.token = tokens[i], .position = sessions[i]->tokens_});
   }
-  const Bucket bucket = lead.decoding(rows);
-  const Batch batch = lead.engine_.plan(items, bucket, lead.stream_);
-  for (EngineSession* session : sessions) session->broken_ = true;
-  const auto whole_again = [&] {
-    for (EngineSession* session : sessions) session->broken_ = lead.broken_;
-  };
-  try {
-    lead.model_.forward(
-        lead.placed_,
-        [&](const AttentionCall& call) {
-          lead.engine_.attend(bucket, call.layer, call.q, call.k, call.v, call.out, lead.stream_);
-        },
-        lead.work_);
-    lead.engine_.finish(batch);
-  } catch (...) {
-    lead.take_back(batch);
-    whole_again();
-    throw;
+  Bucket bucket = lead.runner_->decoding(rows);
+  // What is traced and audited is a session's alone.
+  bucket.audit = rows == 1 && lead.audit_every_ != 0 && lead.decoded_ % lead.audit_every_ == 0;
+  bucket.trace = rows == 1 && lead.on_trace_;
+  const Batch batch = run(sessions, items, bucket, [&](Runner& runner) {
+    const auto attend = [&](const AttentionCall& call) {
+      runner.engine().attend(bucket, call.layer, call.q, call.k, call.v, call.out, runner.stream());
+    };
+    runner.decode(placed, attend, bucket);
+  });
+  for (EngineSession* session : sessions) {
+    ++session->decoded_;
+    session->visible_ += ++session->tokens_;
   }
-  lead.broken_ = false;
-  whole_again();
-  const std::size_t vocabulary = lead.model_.config().vocab_size;
-  std::vector<float> logits(rows * vocabulary);
-  lead.model_.logits(lead.work_, rows, logits);
-  for (std::uint32_t i = 0; i < rows; ++i) {
-    EngineSession& session = *sessions[i];
-    session.logits_.assign(logits.begin() + static_cast<std::ptrdiff_t>(i * vocabulary),
-                           logits.begin() + static_cast<std::ptrdiff_t>((i + 1) * vocabulary));
-    ++session.decoded_;
-    session.visible_ += ++session.tokens_;
-  }
+  if (bucket.trace) lead.on_trace_(lead.engine().trace(batch), false);
+  const auto logits = lead.runner_->take(rows);
+  for (std::uint32_t i = 0; i < rows; ++i) sessions[i]->now_ = logits[i];
 }
 
-void EngineSession::forward(std::span<const int> tokens, Bucket bucket, bool prefill, PromptCache* record) {
-  bucket.trace = static_cast<bool>(on_trace_);
-  placed_.clear();
+void EngineSession::read_chunk(std::span<const int> tokens, bool last, PromptCache* record) {
+  const Bucket bucket{.decode_rows = 0,
+                      .prefill_rows = static_cast<std::uint32_t>(tokens.size()),
+                      .prefills = 1,
+                      .trace = static_cast<bool>(on_trace_)};
+  std::vector<PlacedToken> placed;
   for (const int token : tokens)
-    placed_.push_back({.token = token, .position = tokens_ + static_cast<std::uint32_t>(placed_.size())});
-  const PlanItem item{.sequence = sequence_, .tokens = static_cast<std::uint32_t>(tokens.size()), .prefill = prefill};
-  const Batch batch = engine_.plan({&item, 1}, bucket, stream_);
-  broken_ = true;  // until it is finished, or taken back
+    placed.push_back({.token = token, .position = tokens_ + static_cast<std::uint32_t>(placed.size())});
+  const PlanItem item{.sequence = sequence_, .tokens = bucket.prefill_rows, .prefill = true};
+  EngineSession* const self = this;
+  const Batch batch = run({&self, 1}, {&item, 1}, bucket, [&](Runner& runner) {
+    const auto attend = [&](const AttentionCall& call) {
+      if (record != nullptr) record_layer(call, *record);
+      engine().attend(bucket, call.layer, call.q, call.k, call.v, call.out, runner.stream());
+    };
+    runner.read(placed, attend, last ? 1 : 0);
+  });
+  tokens_ += item.tokens;
+  if (bucket.trace) on_trace_(engine().trace(batch), true);
+}
+
+Batch EngineSession::run(std::span<EngineSession* const> sessions, std::span<const PlanItem> items,
+                         const Bucket& bucket, const std::function<void(Runner&)>& queue) {
+  Runner& runner = *sessions.front()->runner_;
+  const Batch batch = runner.engine().plan(items, bucket, runner.stream());
+  const auto each = [&](bool under_way) {
+    for (EngineSession* session : sessions) session->broken_ = under_way;
+  };
+  each(true);  // Until it is finished, or taken back.
+  for (EngineSession* session : sessions) {
+    session->lost_ = true;
+    session->now_.reset();
+  }
   try {
-    model_.forward(
-        placed_,
-        [&](const AttentionCall& call) {
-          if (record != nullptr) record_layer(call, *record);
-          engine_.attend(bucket, call.layer, call.q, call.k, call.v, call.out, stream_);
-        },
-        work_);
-    engine_.finish(batch);
+    queue(runner);
+    runner.engine().finish(batch);
   } catch (...) {
-    take_back(batch);
+    each(!taken_back(runner.engine(), batch));
     throw;
   }
-  broken_ = false;
-  tokens_ += item.tokens;
-  if (on_trace_) on_trace_(engine_.trace(batch), prefill);
-}
-
-void EngineSession::take_back(const Batch& batch) noexcept {
-  try {
-    engine_.cancel(batch);
-  } catch (const Error& error) {
-    // A forward that ended is in flight no more. One that cannot be taken back leaves the session broken.
-    if (error.code() != Errc::invalid_argument) return;
-  }
-  broken_ = false;
-}
-
-void EngineSession::take_logits() {
-  logits_.resize(model_.config().vocab_size);
-  model_.logits(work_, 1, logits_);
+  each(false);
+  return batch;
 }
 
 }  // namespace sluice::tools

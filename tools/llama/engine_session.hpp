@@ -10,22 +10,26 @@
 #include "tools/llama/conversation.hpp"
 #include "tools/llama/model.hpp"
 #include "tools/llama/prompt_cache.hpp"
+#include "tools/llama/runner.hpp"
 #include "tools/llama/staging.hpp"
 
 namespace sluice::tools {
 
 /// One conversation whose attention is a sequence of a sluice::Engine, which it begins and ends. Prompts go through the
 /// largest bucket's prefill rows, tokens through one that decodes. On a GPU a whole forward is queued without waiting.
-/// Model and engine must be on the same device and outlive the session.
+/// Model and engine must be on the same device and outlive the session. Sessions that share a Runner share its buffers,
+/// and the graphs in which tokens are decoded on a GPU, but for those that are audited or traced.
 /// Thread safety: none, and sessions of one engine must not be used at the same time.
 class EngineSession final : public Conversation {
  public:
   /// @throws Error{Errc::invalid_argument} if the engine was built for another shape or has no room for prompts;
   ///         else as Engine::begin.
+  EngineSession(std::shared_ptr<Runner> runner, const PolicySpec& policy);
+  /// With a runner of its own.
   EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device, const PolicySpec& policy);
   /// Goes on with a sequence of the engine whose tokens are of this model, and ends it.
-  EngineSession(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device, SequenceId sequence);
-  /// Goes on where another one is, under a policy of its own; see Engine::fork.
+  EngineSession(std::shared_ptr<Runner> runner, SequenceId sequence);
+  /// Goes on where another one is, with its runner, under a policy of its own; see Engine::fork.
   EngineSession(const EngineSession& parent, const PolicySpec& policy);
   ~EngineSession() override;
   EngineSession(const EngineSession&) = delete;
@@ -50,7 +54,10 @@ class EngineSession final : public Conversation {
   /// Traces every forward that is this session's alone; the engine's largest bucket has to have traces.
   using OnTrace = std::function<void(const ForwardTrace& trace, bool prefill)>;
   void on_trace(OnTrace called) { on_trace_ = std::move(called); }
-  [[nodiscard]] std::span<const float> logits() const noexcept override { return logits_; }
+  /// Both @throws Error{Errc::invalid_argument} if a forward failed since, and took the logits along: go on by its
+  /// token.
+  [[nodiscard]] int best() const override;
+  [[nodiscard]] std::span<const float> logits() const override;
   [[nodiscard]] std::uint32_t tokens() const noexcept { return tokens_; }
   [[nodiscard]] SequenceId sequence() const noexcept { return sequence_; }
   /// Tokens decoded here, and how many of the sequence each of them saw, all together.
@@ -59,34 +66,30 @@ class EngineSession final : public Conversation {
 
  private:
   static void decode_together(std::span<EngineSession* const> sessions, std::span<const int> tokens);
+  /// One forward of these sessions, which is finished, or taken back. `queue` queues its work, which ends by `attend`.
+  static Batch run(std::span<EngineSession* const> sessions, std::span<const PlanItem> items, const Bucket& bucket,
+                   const std::function<void(Runner&)>& queue);
   void require_room() const;
-  void take_stream();
   void require_usable(std::size_t more) const;
   void import_chunk(const PromptCache& prompt, LayerId layer, std::uint32_t first, std::uint32_t count);
-  /// One forward: consecutive tokens, which attend as a prompt or as the policy says.
-  void forward(std::span<const int> tokens, Bucket bucket, bool prefill, PromptCache* record = nullptr);
+  /// A chunk of a prompt. @param last  its last one, which has logits
+  void read_chunk(std::span<const int> tokens, bool last, PromptCache* record);
   void record_layer(const AttentionCall& call, PromptCache& record);
   /// Between prompt caches and the model's device, if it has one.
   [[nodiscard]] TensorCourier* courier();
-  void take_back(const Batch& batch) noexcept;
-  void take_logits();
-  [[nodiscard]] Bucket decoding(std::uint32_t rows) const noexcept;
+  [[nodiscard]] sluice::Engine& engine() const noexcept { return runner_->engine(); }
+  [[nodiscard]] const Model& model() const noexcept { return runner_->model(); }
 
-  const Model& model_;
-  sluice::Engine& engine_;
-  std::shared_ptr<Device> device_;
-  std::unique_ptr<Stream> queue_;  ///< of a GPU; else everything is done at once
-  void* stream_ = nullptr;
+  std::shared_ptr<Runner> runner_;
   SequenceId sequence_;
   std::uint32_t tokens_ = 0;
   std::uint32_t decoded_ = 0;
   std::uint64_t visible_ = 0;
   std::uint32_t audit_every_ = 0;
-  OnTrace on_trace_;  ///< empty: nothing is traced
-  bool broken_ = false;  ///< a forward is under way that could not be taken back
-  std::vector<float> logits_;
-  std::vector<PlacedToken> placed_;
-  Activations work_;
+  OnTrace on_trace_;             ///< empty: nothing is traced
+  bool broken_ = false;          ///< a forward is under way that could not be taken back
+  bool lost_ = false;            ///< the logits went with a forward that failed
+  std::shared_ptr<Logits> now_;  ///< after the newest token; null: there are none
   std::unique_ptr<TensorCourier> courier_;
 };
 

@@ -68,7 +68,13 @@ struct HostActivations final : Activations::Memory {
   std::vector<float> attended;  ///< [rows, q_heads, head_dim]
   std::vector<float> gate_up;   ///< [rows, 2, intermediate]
   std::vector<float> rotation;  ///< [rows, 2, head_dim / 2]: cosines, then sines
+  std::vector<float> logits;    ///< [rows that were chosen, vocab_size]
 };
+
+/// Buffers stay as long as they once were.
+void grow(std::vector<float>& buffer, std::uint64_t count) {
+  if (buffer.size() < count) buffer.resize(count);
+}
 
 HostActivations& buffers(Activations& work) {
   if (!work.memory) work.memory = std::make_unique<HostActivations>();
@@ -89,7 +95,9 @@ class HostEngine final : public Engine {
   }
   [[nodiscard]] const char* isa() const noexcept override { return products_.isa; }
   void forward(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work) const override;
-  void logits(Activations& work, std::uint32_t rows, std::span<float> out) const override;
+  void choose(Activations& work, std::uint32_t rows) const override;
+  void likeliest(Activations& work, std::span<Likeliest> out) const override;
+  void logits(Activations& work, std::uint32_t first, std::span<float> out) const override;
 
  private:
   template <class Body>
@@ -161,9 +169,6 @@ void HostEngine::start(std::span<const PlacedToken> tokens, HostActivations& wor
   const std::uint64_t rows = tokens.size();
   const std::uint64_t hidden = config_.hidden_size;
   const std::uint64_t half = config_.head_dim / 2;
-  const auto grow = [](std::vector<float>& buffer, std::uint64_t count) {
-    if (buffer.size() < count) buffer.resize(count);
-  };
   work.rows = static_cast<std::uint32_t>(rows);
   grow(work.residual, rows * hidden);
   grow(work.normed, rows * hidden);
@@ -232,15 +237,28 @@ void HostEngine::forward(std::span<const PlacedToken> tokens, const Attend& atte
   }
 }
 
-void HostEngine::logits(Activations& work, std::uint32_t rows, std::span<float> out) const {
+void HostEngine::choose(Activations& work, std::uint32_t rows) const {
   HostActivations& own = buffers(work);
   const std::uint64_t hidden = config_.hidden_size;
   const std::uint64_t first = (own.rows - rows) * hidden;
+  grow(own.logits, std::uint64_t{rows} * config_.vocab_size);
   for (std::uint32_t row = 0; row < rows; ++row) {
     const std::uint64_t at = first + row * hidden;
     rms_norm(&own.residual[at], weights_.final_norm, config_.rms_norm_eps, &own.normed[at]);
   }
-  multiply(weights_.head(), rows, {&own.normed[first], hidden}, {out.data(), config_.vocab_size}, Into::overwrite);
+  multiply(weights_.head(), rows, {&own.normed[first], hidden}, {own.logits.data(), config_.vocab_size},
+           Into::overwrite);
+}
+
+void HostEngine::likeliest(Activations& work, std::span<Likeliest> out) const {
+  const std::size_t vocabulary = config_.vocab_size;
+  for (std::size_t row = 0; row < out.size(); ++row)
+    out[row] = tools::likeliest(std::span(buffers(work).logits).subspan(row * vocabulary, vocabulary));
+}
+
+void HostEngine::logits(Activations& work, std::uint32_t first, std::span<float> out) const {
+  std::ranges::copy(std::span(buffers(work).logits).subspan(std::size_t{first} * config_.vocab_size, out.size()),
+                    out.begin());
 }
 
 }  // namespace

@@ -16,6 +16,8 @@ std::shared_ptr<Device> real_device(const ModelOptions& options) {
   return options.device && options.device->info().own_processor ? options.device : nullptr;
 }
 
+[[noreturn]] void refuse(const std::string& why) { throw Error(Errc::invalid_argument, why); }
+
 }  // namespace
 
 Model::Model(ModelConfig config, const WeightSource& source, const ModelOptions& options)
@@ -65,19 +67,52 @@ void Model::require_token(int token) const {
 
 void Model::forward(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work) const {
   for (const PlacedToken& placed : tokens) require_token(placed.token);
-  work.rows = 0;
+  work.rows = work.chosen = 0;
   if (tokens.empty()) return;
   as_one_error("run the model", [&] { engine_->forward(tokens, attend, work); });
   work.rows = static_cast<std::uint32_t>(tokens.size());
 }
 
+void Model::choose(Activations& work, std::uint32_t rows) const {
+  if (rows == 0 || rows > work.rows)
+    refuse("logits of " + std::to_string(rows) + " rows are asked for, and the last forward pass had " +
+           std::to_string(work.rows));
+  work.chosen = 0;
+  as_one_error("run the model", [&] { engine_->choose(work, rows); });
+  work.chosen = rows;
+}
+
+void Model::decode(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work, Launch launch) const {
+  if (tokens.empty()) refuse("decode needs at least one token");
+  for (const PlacedToken& placed : tokens) require_token(placed.token);
+  work.rows = work.chosen = 0;
+  as_one_error("run the model", [&] { engine_->decode(tokens, attend, work, launch); });
+  work.rows = work.chosen = static_cast<std::uint32_t>(tokens.size());
+}
+
+void Model::likeliest(Activations& work, std::span<Likeliest> out) const {
+  if (out.size() > work.chosen)
+    refuse(std::to_string(out.size()) + " rows are asked for, and " + std::to_string(work.chosen) + " have logits");
+  as_one_error("run the model", [&] { engine_->likeliest(work, out); });
+}
+
+void Model::chosen_logits(Activations& work, std::uint32_t first, std::span<float> out) const {
+  if (out.size() % config_.vocab_size != 0 || first + out.size() / config_.vocab_size > work.chosen)
+    refuse("logits from row " + std::to_string(first) + " on into " + std::to_string(out.size()) + " floats; " +
+           std::to_string(work.chosen) + " rows of " + std::to_string(config_.vocab_size) + " have some");
+  as_one_error("run the model", [&] { engine_->logits(work, first, out); });
+}
+
 void Model::logits(Activations& work, std::uint32_t rows, std::span<float> out) const {
-  if (rows == 0 || rows > work.rows || out.size() != std::size_t{rows} * config_.vocab_size) {
-    throw Error(Errc::invalid_argument, "logits of " + std::to_string(rows) + " rows into " +
-                                            std::to_string(out.size()) + " floats; the last forward pass had " +
-                                            std::to_string(work.rows) + " rows");
-  }
-  as_one_error("run the model", [&] { engine_->logits(work, rows, out); });
+  if (out.size() != std::size_t{rows} * config_.vocab_size)
+    refuse("logits of " + std::to_string(rows) + " rows into " + std::to_string(out.size()) + " floats");
+  choose(work, rows);
+  chosen_logits(work, 0, out);
+}
+
+void Engine::decode(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work, Launch) const {
+  forward(tokens, attend, work);
+  choose(work, static_cast<std::uint32_t>(tokens.size()));
 }
 
 }  // namespace sluice::tools

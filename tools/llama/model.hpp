@@ -13,6 +13,7 @@
 #include "sluice/units.hpp"
 #include "tools/llama/config.hpp"
 #include "tools/llama/generation_config.hpp"
+#include "tools/llama/likeliest.hpp"
 
 namespace sluice::tools {
 
@@ -43,6 +44,14 @@ struct AttentionCall {
 };
 using Attend = std::function<void(const AttentionCall&)>;
 
+/// How a forward gets to a device.
+enum class Launch : std::uint8_t {
+  enqueue,  ///< kernel by kernel
+  /// As one graph, which is captured the second time that there are as many rows, and replayed from then on: what
+  /// `attend` enqueues must be the same every time. Enqueued where there are no graphs.
+  graph,
+};
+
 /// Buffers of a forward pass; what they are is the model's affair. They grow to the largest number of rows seen and
 /// are then reused, by one model only.
 struct Activations {
@@ -52,6 +61,8 @@ struct Activations {
   };
 
   std::uint32_t rows = 0;                     ///< of the last forward pass
+  std::uint32_t chosen = 0;                   ///< so many of them, the last ones, have logits
+  std::uint64_t replays = 0;                  ///< forward passes so far that were a graph
   Stream* stream = nullptr;                   ///< of the model's device, which needs one; else unused
   std::chrono::milliseconds timeout{30'000};  ///< of every wait for the stream
   std::unique_ptr<Memory> memory;
@@ -110,8 +121,20 @@ class Model {
   ///         whatever `attend` throws.
   void forward(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work) const;
 
-  /// Logits of the last `rows` rows of the last forward pass; 1 <= rows <= work.rows. On a device, waits for the
-  /// stream, and so reports what failed there.
+  /// Logits and likeliest tokens after the last `rows` rows of the last forward pass; 1 <= rows <= work.rows. On a
+  /// device, returns once they are queued on `work.stream`.
+  void choose(Activations& work, std::uint32_t rows) const;
+  /// `forward`, at least one token, and `choose` for all of them.
+  /// @throws as forward
+  void decode(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work, Launch launch) const;
+
+  /// What was chosen last, from its first row on. On a device, waits for the stream, and so reports what failed there.
+  /// @param out  at most as many as rows
+  void likeliest(Activations& work, std::span<Likeliest> out) const;
+  /// The logits of its rows from `first` on.
+  /// @param out  [any, vocab_size]
+  void chosen_logits(Activations& work, std::uint32_t first, std::span<float> out) const;
+  /// `choose` and `chosen_logits` of all its rows.
   /// @param out  [rows, vocab_size]
   void logits(Activations& work, std::uint32_t rows, std::span<float> out) const;
 

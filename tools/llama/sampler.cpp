@@ -9,15 +9,21 @@
 
 namespace sluice::tools {
 
-int argmax(std::span<const float> logits) {
-  int best = -1;
+Likeliest likeliest(std::span<const float> logits) noexcept {
+  Likeliest best;
   for (std::size_t i = 0; i < logits.size(); ++i) {
     if (std::isnan(logits[i])) continue;
-    if (best < 0 || logits[i] > logits[static_cast<std::size_t>(best)]) best = static_cast<int>(i);
+    if (best.token < 0 || logits[i] > best.logit) best = {.token = static_cast<std::int32_t>(i), .logit = logits[i]};
   }
-  if (best < 0) throw Error(Errc::invalid_argument, "no logit is a number; did the model overflow?");
   return best;
 }
+
+int token_of(const Likeliest& choice) {
+  if (choice.token < 0) throw Error(Errc::invalid_argument, "no logit is a number; did the model overflow?");
+  return choice.token;
+}
+
+int argmax(std::span<const float> logits) { return token_of(likeliest(logits)); }
 
 Sampler::Sampler(const SamplerOptions& options) : options_(options), random_(options.seed) {
   if (!(options.temperature >= 0.f && options.temperature <= 100.f)) {

@@ -5,9 +5,11 @@
 #include <span>
 #include <vector>
 
+#include "tools/llama/likeliest.hpp"
+
 namespace sluice::tools {
 
-/// Index of the largest logit, the lowest one among equals. NaN is never chosen.
+/// The likeliest token.
 /// @throws Error{Errc::invalid_argument} if there is no number to choose.
 [[nodiscard]] int argmax(std::span<const float> logits);
 
@@ -28,6 +30,8 @@ class Sampler {
   /// @param logits  [vocab_size]; NaN counts as -infinity
   /// @throws Error{Errc::invalid_argument} if there is no finite logit to choose.
   [[nodiscard]] int next(std::span<const float> logits);
+  /// Whether the likeliest token is always chosen, so that logits need not be looked at.
+  [[nodiscard]] bool greedy() const noexcept { return options_.temperature == 0.f; }
 
  private:
   struct Choice {

@@ -53,6 +53,7 @@ int run(BenchDecodeOptions& options) {
                            {"far", options.far},
                            {"fetch_share", options.fetch_share.share},
                            {"handover", to_string(options.handover)},
+                           {"graphs", to_string(options.graphs)},
                            {"kv_dtype", to_string(options.kv_dtype)},
                            {"steps", options.steps},
                            {"warm_up", options.warm_up},
@@ -108,6 +109,7 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
   add_far(*command, options->far);
   add_fetch_share(*command, options->fetch_share);
   add_handover(*command, options->handover);
+  add_graphs(*command, options->graphs);
   add_kv_dtype(*command, "--kv-dtype", options->kv_dtype, "Element type of keys and values in host memory");
   add_count(*command, "--steps", options->steps, "Timed tokens", {.least = 1, .most = 4096});
   add_count(*command, "--warm-up", options->warm_up, "Tokens before those", {.most = 4096});
@@ -121,12 +123,11 @@ void add_bench_decode(CLI::App& bench, int& exit_code) {
   add_device_flags(*command, options->device);
   add_output(*command, options->output);
   command->footer(
-      "The prompt's keys and values are random numbers, or synthetic, and imported without computing them; decoding "
-      "is\n"
-      "the model's own, enqueued layer by layer: with --structure, too, all that it computes but which rows are\n"
-      "attended. Same tokens: share that is as by the first method. With --drafts times are of forwards, which accept "
-      "one token of those that they "
-      "verify.");
+      "The prompt's keys and values are random numbers, or synthetic, and imported without computing them; decoding\n"
+      "is the model's own: with --structure, too, all that it computes but which rows are attended. Forwards are CUDA\n"
+      "graphs as --graphs says; those of dense are enqueued layer by layer. Same tokens: share that is as by the "
+      "first\n"
+      "method. With --drafts times are of forwards, which accept one token of those that they verify.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

@@ -11,7 +11,6 @@
 #include "tools/cli/far_flag.hpp"
 #include "tools/cli/text/values.hpp"
 #include "tools/cli/trace/trace.hpp"
-#include "tools/llama/sampler.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -84,11 +83,15 @@ void DecodeBench::take_prompt(std::uint32_t length, std::uint32_t batch) {
                                      .seed = options_.seed,
                                      .tokens = length,
                                      .sequences = batch,
-                                     .steps = options_.warm_up + options_.steps + options_.audited + options_.drafts};
+                                     .steps = options_.warm_up + options_.steps + options_.audited + options_.drafts,
+                                     .drafts = options_.drafts};
   prompt_ = std::make_unique<PatternPrompt>(options, shape_, *device_, *stream_);
 }
 
 void DecodeBench::run(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified, First& first) {
+  work_ = {};
+  work_.stream = stream_.get();
+  work_.timeout = std::chrono::minutes(2);
   add_row(batch, method, verified, method.dense ? run_dense(batch, verified) : run_engine(batch, method, verified),
           first);
 }
@@ -106,6 +109,7 @@ void DecodeBench::add_row(const DecodeBatch& batch, const DecodeMethod& method, 
                                  {"kv_bytes", "KV memory"},
                                  {"method", "method"},
                                  {"at_once", "at once"},
+                                 {"launched", "launched"},
                                  {drafts ? "forward_p50_ms" : "tpot_p50_ms", drafts ? "ms/forward" : "ms/token", 2},
                                  {drafts ? "forward_p95_ms" : "tpot_p95_ms", "p95", 2},
                                  {"tokens_per_s", "tokens/s", 1},
@@ -117,6 +121,7 @@ void DecodeBench::add_row(const DecodeBatch& batch, const DecodeMethod& method, 
                            batch.kv_bytes == 0 ? Json() : Json(batch.kv_bytes),
                            drafts ? method.name + ", " + to_string(verified) : method.name,
                            run.at_once,
+                           ran ? Json(run.replayed ? "graph" : "enqueued") : Json(),
                            if_ran(p50),
                            if_ran(ran ? percentile(run.decoded.ms, 0.95) : 0.0),
                            if_ran(rate),
@@ -173,8 +178,10 @@ DecodeBench::Run DecodeBench::run_dense(const DecodeBatch& batch, const Verified
   if (run.at_once == 0) return run;
   DenseAttention attention(shape_, *prompt_, run.at_once, batch.length, options_.warm_up + options_.steps, *device_,
                            *stream_);
-  (void)decode(attention, batch.length, options_.warm_up, run.at_once, verified);
-  run.decoded = decode(attention, batch.length + options_.warm_up, options_.steps, run.at_once, verified);
+  // Its kernels are launched for so many tokens: there is nothing to replay.
+  const Forwards forwards{.attention = attention, .sequences = run.at_once, .verified = verified};
+  (void)decode(forwards, batch.length, options_.warm_up);
+  run.decoded = decode(forwards, batch.length + options_.warm_up, options_.steps);
   run.device_bytes = bytes * run.at_once;
   return run;
 }
@@ -197,49 +204,51 @@ DecodeBench::Run DecodeBench::run_engine(const DecodeBatch& batch, const DecodeM
   run.at_once = batch.sequences;
   run.device_bytes = memory.device();
   run.layout.page_tokens = attention.engine().options().page_tokens;
-  (void)decode(attention, batch.length, options_.warm_up, batch.sequences, verified);
+  Forwards forwards{.attention = attention, .sequences = batch.sequences, .verified = verified};
+  if (use_graphs(options_.graphs, model_, attention.engine())) forwards.launch = Launch::graph;
+  (void)decode(forwards, batch.length, options_.warm_up);
   const EngineStats before = attention.engine().stats();
-  run.decoded = decode(attention, batch.length + options_.warm_up, options_.steps, batch.sequences, verified);
+  run.decoded = decode(forwards, batch.length + options_.warm_up, options_.steps);
+  run.replayed = work_.replays != 0;
   run.score.stats = since(before, attention.engine().stats());
   run.score.tokens = std::uint64_t{options_.steps} * batch.sequences;
   for (std::uint32_t i = 0; i < options_.steps; ++i)
     run.score.dense_tokens += std::uint64_t{batch.sequences} * (batch.length + options_.warm_up + i + verified.rows);
   if (options_.audited == 0) return run;
   attention.audit();
-  (void)decode(attention, batch.length + options_.warm_up + options_.steps, options_.audited, batch.sequences,
-               verified);
+  forwards.launch = Launch::enqueue;
+  (void)decode(forwards, batch.length + options_.warm_up + options_.steps, options_.audited);
   run.score.audited = attention.audited();
   return run;
 }
 
-DecodeBench::Decoded DecodeBench::decode(Attention& attention, std::uint32_t position, std::uint32_t steps,
-                                         std::uint32_t sequences, const Verified& verified) {
-  const std::uint32_t rows = sequences * verified.rows;
-  Activations work;
-  work.stream = stream_.get();
-  work.timeout = std::chrono::minutes(2);
+DecodeBench::Decoded DecodeBench::decode(const Forwards& forwards, std::uint32_t position, std::uint32_t steps) {
+  Attention& attention = forwards.attention;
+  const Verified& verified = forwards.verified;
+  const std::uint32_t rows = forwards.sequences * verified.rows;
   const std::uint32_t vocabulary = model_.config().vocab_size;
-  std::vector<float> logits(std::size_t{rows} * vocabulary);
   std::vector<PlacedToken> placed(rows);
   Decoded decoded;
   for (std::uint32_t i = 0; i < steps; ++i) {
-    stop_if_interrupted();  // Nothing is queued here: the logits were waited for.
+    stop_if_interrupted();  // Nothing is queued here: the tokens were waited for.
     const Clock::time_point begin = Clock::now();
     for (std::uint32_t r = 0; r < rows; ++r) {
       const std::uint32_t at = position + i + r % verified.rows;
       const std::uint32_t token = given() ? at + r / verified.rows : static_cast<std::uint32_t>(token_) + r;
       placed[r] = {static_cast<int>(token % vocabulary), at};
     }
+    prompt_->begin(position + i, verified.rows, *stream_);
     attention.begin();
     const auto attend = [&](const AttentionCall& call) {
-      attention.attend(prompt_->attended(call, position + i, verified.rows));
+      attention.attend(prompt_->attended(call, verified.rows));
       // A model on the CPU goes on with what is there, and its tensors are gone.
-      if (stream_->native_handle() == nullptr) stream_->synchronize(deadline_after(work.timeout));
+      if (stream_->native_handle() == nullptr) stream_->synchronize(deadline_after(work_.timeout));
     };
-    model_.forward(placed, attend, work);
+    model_.decode(placed, attend, work_, forwards.launch);
     attention.end(position + i + 1);
-    model_.logits(work, rows, logits);
-    token_ = argmax(std::span(logits).first(vocabulary));
+    Likeliest first;
+    model_.likeliest(work_, {&first, 1});
+    token_ = token_of(first);
     decoded.ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - begin).count());
     decoded.tokens.push_back(token_);
   }

@@ -18,6 +18,7 @@
 #include "tools/cli/model_source.hpp"
 #include "tools/cli/text/output.hpp"
 #include "tools/cli/text/report.hpp"
+#include "tools/llama/runner.hpp"
 
 namespace sluice::tools {
 
@@ -34,6 +35,7 @@ struct BenchDecodeOptions {
   std::string far;
   FetchShare fetch_share;
   Handover handover = EngineOptions{}.handover;
+  Graphs graphs = Graphs::automatic;
   DType kv_dtype = DType::bf16;
   std::uint32_t steps = 16;
   std::uint32_t warm_up = 16;
@@ -58,7 +60,14 @@ class DecodeBench {
   [[nodiscard]] const Device& device() const noexcept { return *device_; }
 
  private:
-  /// What forwards came to.
+  /// What forwards are of.
+  struct Forwards {
+    Attention& attention;
+    std::uint32_t sequences = 1;
+    Verified verified{};
+    Launch launch = Launch::enqueue;
+  };
+  /// What they came to.
   struct Decoded {
     std::vector<double> ms{};   ///< of each; empty: there is no room
     std::vector<int> tokens{};  ///< that the first sequence would go on with
@@ -68,6 +77,7 @@ class DecodeBench {
     Decoded decoded{};
     std::uint32_t at_once = 0;       ///< sequences of a forward
     Json device_bytes{};
+    bool replayed = false;
     DecodeScore score{};
     PageLayout layout{};
   };
@@ -93,14 +103,14 @@ class DecodeBench {
   void add_row(const DecodeBatch& batch, const DecodeMethod& method, const Verified& verified, const Run& run,
                First& first);
   /// Forwards of new tokens of which the first of each sequence stays.
-  Decoded decode(Attention& attention, std::uint32_t position, std::uint32_t steps, std::uint32_t sequences,
-                 const Verified& verified);
+  Decoded decode(const Forwards& forwards, std::uint32_t position, std::uint32_t steps);
 
   const BenchDecodeOptions& options_;
   Model model_;
   std::shared_ptr<Device> device_;
   AttentionShape shape_;
   std::unique_ptr<Stream> stream_;
+  Activations work_;  ///< of a method at a time: graphs that it has refer to that one's attention
   std::unique_ptr<DecodePrompt> prompt_;
   double near_;
   std::optional<scheduler::LaneRates> rates_;  ///< measured once they are asked for

@@ -26,10 +26,12 @@ class DecodePrompt {
   virtual ~DecodePrompt() = default;
   /// `put` for every chunk of a sequence's prompt, layer by layer.
   virtual void for_each_chunk(std::uint32_t sequence, std::uint32_t tokens, const PutChunk& put) const = 0;
-  /// A layer of the forward of `drafts` tokens of each sequence, the first of them at `position`: what is attended
-  /// instead of what the model says.
-  [[nodiscard]] virtual AttentionCall attended(const AttentionCall& call, std::uint32_t position,
-                                               std::uint32_t drafts) const = 0;
+  /// Before a forward of `drafts` tokens of each sequence, the first of them at `position`: enqueues what puts them
+  /// where `attended` has them.
+  virtual void begin(std::uint32_t position, std::uint32_t drafts, Stream& stream) = 0;
+  /// A layer of that forward: what is attended instead of what the model says, in the same place every time, so that a
+  /// graph finds it there.
+  [[nodiscard]] virtual AttentionCall attended(const AttentionCall& call, std::uint32_t drafts) const = 0;
 };
 
 /// Random keys, values and queries. Every chunk of every layer starts at another place of one pool. Behind them the
@@ -38,9 +40,8 @@ class RandomPrompt final : public DecodePrompt {
  public:
   RandomPrompt(Device& device, const AttentionShape& shape);
   void for_each_chunk(std::uint32_t sequence, std::uint32_t tokens, const PutChunk& put) const override;
-  [[nodiscard]] AttentionCall attended(const AttentionCall& call, std::uint32_t, std::uint32_t) const override {
-    return call;
-  }
+  void begin(std::uint32_t, std::uint32_t, Stream&) override {}
+  [[nodiscard]] AttentionCall attended(const AttentionCall& call, std::uint32_t) const override { return call; }
 
  private:
   static constexpr std::size_t kPoolElements = 24u << 20;

@@ -8,11 +8,11 @@
 #include "sluice/error.hpp"
 #include "tools/cli/bench/gpu_rig.hpp"
 #include "tools/cli/bench/gpu_table.hpp"
-#include "tools/cli/bench/graph.hpp"
 #include "tools/cli/engine_columns.hpp"
 #include "tools/cli/far_flag.hpp"
 #include "tools/cli/text/interrupt.hpp"
 #include "tools/cli/trace/trace.hpp"
+#include "tools/llama/graph.hpp"
 
 namespace sluice::tools {
 namespace {

@@ -9,11 +9,11 @@
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/bench/bench.hpp"
-#include "tools/cli/bench/graph.hpp"
 #include "tools/cli/bench/pipeline_times.hpp"
 #include "tools/cli/engine_columns.hpp"
 #include "tools/cli/text/interrupt.hpp"
 #include "tools/cli/text/values.hpp"
+#include "tools/llama/graph.hpp"
 
 namespace sluice::tools {
 namespace {

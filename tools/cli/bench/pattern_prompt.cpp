@@ -80,6 +80,7 @@ void PatternPrompt::draw_rows(Device& device, Stream& stream) {
     }
   });
   rows_ = uploaded(device, stream, std::as_bytes(std::span(rows)));
+  now_ = device.allocate(options_.drafts * step_bytes());
 }
 
 void PatternPrompt::for_each_chunk(std::uint32_t sequence, std::uint32_t tokens, const PutChunk& put) const {
@@ -104,12 +105,18 @@ void PatternPrompt::for_each_chunk(std::uint32_t sequence, std::uint32_t tokens,
   }
 }
 
-AttentionCall PatternPrompt::attended(const AttentionCall& call, std::uint32_t position, std::uint32_t drafts) const {
-  const std::uint64_t step = position - options_.tokens;
-  const std::uint64_t first = (step * shape_.layers + call.layer.value) * options_.sequences;
+void PatternPrompt::begin(std::uint32_t position, std::uint32_t drafts, Stream& stream) {
+  const Copy copy{.to = now_->data(),
+                  .from = rows_->data() + std::uint64_t{position - options_.tokens} * step_bytes(),
+                  .bytes = drafts * step_bytes()};
+  stream.copy({&copy, 1});
+}
+
+AttentionCall PatternPrompt::attended(const AttentionCall& call, std::uint32_t drafts) const {
+  const std::uint64_t first = std::uint64_t{call.layer.value} * options_.sequences;
   const std::uint64_t next = drafts == 1 ? 1 : std::uint64_t{shape_.layers} * options_.sequences;
   TensorView rows =
-      dense_view<const std::byte>(rows_->data() + first * row_elements() * sizeof(std::uint16_t), DType::bf16,
+      dense_view<const std::byte>(now_->data() + first * row_elements() * sizeof(std::uint16_t), DType::bf16,
                                   call.q.tokens, shape_.q_heads + 2 * shape_.kv_heads, shape_.head_dim);
   rows.token_stride = next * row_elements();
   const auto [q, k, v] = qkv_views(rows, shape_.q_heads, shape_.kv_heads);

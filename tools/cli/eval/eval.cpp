@@ -91,6 +91,7 @@ Json config_of(const EvalOptions& options, const EngineFlags& runtime, const Nam
           {"placement", to_string(runtime.placement)},
           {"fetch_share", runtime.fetch_share.share},
           {"handover", to_string(runtime.handover)},
+          {"graphs", to_string(runtime.graphs)},
           {"dense_tokens", dense_tokens_json(runtime.dense_tokens.value_or(0))},
           {"threads", runtime.threads},
           {"near", options.near},
@@ -223,6 +224,7 @@ void add_eval(CLI::App& app, int& exit_code) {
             "Every N-th step also attends densely and reports coverage; 0: never");
   add_device_flags(*command, options->device);
   add_engine_flags(*command, options->engine);
+  add_graphs(*command, options->engine.graphs);
   add_output(*command, options->output);
   command->footer(
       "Each policy runs in an engine with the page size that it was made for (see `sluice policies`), unless\n"

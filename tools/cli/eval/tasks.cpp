@@ -101,13 +101,14 @@ std::vector<TaskEvaluation::Prefilled> TaskEvaluation::prefilled(const PrefillSp
                                .tokens = static_cast<std::uint32_t>(tokens_of(tasks)),
                                .prefill = prefill}),
                         device_);
+  const auto runner = std::make_shared<Runner>(model_, engine, device_, flags.graphs);
   std::vector<Prefilled> prompts;
   for (const Task& task : tasks) {
     const std::vector<int> tokens = ByteTokenizer::encode(task.prompt);
     Prefilled& prompt = prompts.emplace_back();
     prompt.question = std::min<std::size_t>(options_.decode_prompt, tokens.size() - 1);
     const EngineStats before = engine.stats();
-    EngineSession session(model_, engine, device_, dense);
+    EngineSession session(runner, dense);
     const auto start = Clock::now();
     session.prefill(
         std::span(tokens).first(tokens.size() - prompt.question),
@@ -138,11 +139,12 @@ void TaskEvaluation::run(const EngineGroup& group, std::span<const Task> tasks, 
                                .apart = static_cast<std::uint32_t>(apart),
                                .near = options_.near}),
                         device_);
+  const auto runner = std::make_shared<Runner>(model_, engine, device_, flags_.graphs);
   // Queries of the prompt are there for its forks if it is under a policy that begins with them.
   const PolicySpec& begins = *std::ranges::max_element(specs, {}, scheduler::prompt_queries);
   for (std::size_t i = 0; i < tasks.size(); ++i) {
     const std::vector<int> tokens = ByteTokenizer::encode(tasks[i].prompt);
-    EngineSession prompt(model_, engine, device_, begins);
+    EngineSession prompt(runner, begins);
     prompt.import_prompt(prompts[i].cache);
     for (const std::size_t p : group.policies) {
       stop_if_interrupted();
@@ -179,7 +181,7 @@ void TaskEvaluation::answer(sluice::Engine& engine, const EngineSession& prompt,
   while (output.size() < limit) {
     stop_if_interrupted();
     if (options_.logits) logits.insert(logits.end(), session.logits().begin(), session.logits().end());
-    const int token = argmax(session.logits());
+    const int token = session.best();
     if (model_.config().is_eos(token)) break;
     output.push_back(token);
     if (output.size() < limit) session.decode(token);

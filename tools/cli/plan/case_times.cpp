@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "tools/cli/bench/graph.hpp"
 #include "tools/cli/engine_columns.hpp"
 #include "tools/cli/text/report.hpp"
+#include "tools/llama/graph.hpp"
 
 namespace sluice::tools {
 namespace {

@@ -36,7 +36,7 @@ class Generator {
     auto start = Clock::now();
     read(prompt, result);
     while (result.tokens.size() < limit) {
-      const int token = sampler.next(session_.logits());
+      const int token = sampler.greedy() ? session_.best() : sampler.next(session_.logits());
       const double took = seconds_since(start);
       if (result.tokens.empty()) {
         result.first_token_s = took;

@@ -69,6 +69,7 @@ void add_run(CLI::App& app, int& exit_code) {
             "Every N-th step also attends densely and reports coverage; 0: never");
   add_device_flags(*command, options->device);
   add_engine_flags(*command, options->engine, "auto for sluice, else 0");
+  add_graphs(*command, options->engine.graphs);
   command
       ->add_option(
           "--session", options->session,

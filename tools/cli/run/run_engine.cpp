@@ -102,8 +102,8 @@ int run(const RunOptions& options) {
   const std::string session_of = options.session.empty() ? "" : session_model(options, policy, prefill);
   const std::optional<SequenceId> resumed =
       options.session.empty() ? std::nullopt : resume_session(engine, options.session, session_of, read);
-  EngineSession session =
-      resumed ? EngineSession(model, engine, device, *resumed) : EngineSession(model, engine, device, policy);
+  const auto runner = std::make_shared<Runner>(model, engine, device, flags.graphs);
+  EngineSession session = resumed ? EngineSession(runner, *resumed) : EngineSession(runner, policy);
   const std::uint32_t resumed_tokens = session.tokens();
   ParkedPrompt parked(session, engine, options.session, session_of);
   TraceLog log;
@@ -124,14 +124,17 @@ int run(const RunOptions& options) {
                            {"prefill", to_json(prefill)},
                            {"prefill_chunk", flags.prefill_chunk},
                            {"engine", to_json(engine.options())},
+                           {"graphs", to_string(flags.graphs)},
                            {"top_p", sampling.top_p},
                            {"top_k", sampling.top_k},
                            {"near", near},
                            {"session", options.session},
                            {"temperature", sampling.temperature},
                            {"seed", sampling.seed}}};
-  report.extra = {
-      {"text", text_of(generation, model)}, {"tokens", generation.tokens}, {"resumed_tokens", resumed_tokens}};
+  report.extra = {{"text", text_of(generation, model)},
+                  {"tokens", generation.tokens},
+                  {"resumed_tokens", resumed_tokens},
+                  {"graph_replays", runner->replays()}};
   report.tables.push_back(summary(generation, prompt.size(), policy, engine, session));
   if (sizes.largest.trace) {
     const PageLayout layout{

@@ -32,7 +32,8 @@ class ParkedPrompt final : public Conversation {
   /// Once, with the whole prompt.
   void prefill(std::span<const int> tokens, const Progress& progress) override;
   void decode(int token) override { session_.decode(token); }
-  [[nodiscard]] std::span<const float> logits() const noexcept override { return session_.logits(); }
+  [[nodiscard]] int best() const override { return session_.best(); }
+  [[nodiscard]] std::span<const float> logits() const override { return session_.logits(); }
 
  private:
   EngineSession& session_;

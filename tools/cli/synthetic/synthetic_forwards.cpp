@@ -8,9 +8,9 @@
 #include "scheduler/plan/forward_work.hpp"
 #include "sluice/fetch_share.hpp"
 #include "tools/cli/bench/device_copies.hpp"
-#include "tools/cli/bench/graph.hpp"
 #include "tools/cli/text/interrupt.hpp"
 #include "tools/cli/text/report.hpp"
+#include "tools/llama/graph.hpp"
 
 namespace sluice::tools {
 namespace {

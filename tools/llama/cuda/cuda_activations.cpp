@@ -50,12 +50,16 @@ void CudaActivations::tokens_queued(cudaStream_t stream) {
 
 void CudaActivations::begin_logits(std::uint32_t rows, std::uint32_t vocab_size, const Activations& work) {
   const std::uint64_t floats = std::uint64_t{rows} * vocab_size;
-  if (floats <= logits_capacity_) return;
+  if (floats <= logits_capacity_ && rows <= chosen_capacity_) return;
   if (logits_capacity_ > 0) work.stream->synchronize(deadline_after(work.timeout));
-  logits_capacity_ = 0;
+  graphs_.clear();
+  logits_capacity_ = chosen_capacity_ = 0;  // until all are there
   logits_ = device_.allocate(floats * sizeof(float));
   host_logits_ = device_.allocate_pinned(floats * sizeof(float));
+  parts_ = device_.allocate(std::uint64_t{rows} * kLikeliestParts * sizeof(std::uint64_t));
+  likeliest_ = device_.allocate_pinned(rows * sizeof(Likeliest));
   logits_capacity_ = floats;
+  chosen_capacity_ = rows;
 }
 
 void CudaActivations::finish(const Activations& work, cudaStream_t stream) {
@@ -73,6 +77,7 @@ void CudaActivations::grow(std::uint32_t rows, const ModelConfig& config) {
     memory.reset();  // before the larger one is asked for
     memory = device_.allocate(rows * per_row * width);
   };
+  graphs_.clear();
   capacity_ = 0;  // until all are there
   near(residual_, config.hidden_size, sizeof(float));
   near(rotation_, config.head_dim, sizeof(float));

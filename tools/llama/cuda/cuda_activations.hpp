@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "sluice/device.hpp"
+#include "tools/llama/cuda/decode_graphs.hpp"
 #include "tools/llama/cuda/kernels.hpp"
 #include "tools/llama/model.hpp"
 
@@ -37,7 +38,7 @@ class CudaActivations final : public Activations::Memory {
   void begin(std::span<const PlacedToken> tokens, const ModelConfig& config, const Activations& work);
   /// To be called once the kernel that reads the tokens is queued.
   void tokens_queued(cudaStream_t stream);
-  /// Makes room for the logits of `rows` rows.
+  /// Makes room for the logits of `rows` rows, and for what is chosen by them.
   void begin_logits(std::uint32_t rows, std::uint32_t vocab_size, const Activations& work);
 
   /// Waits until the stream is empty: by watching a word for as long as a step takes, then as Stream::synchronize,
@@ -55,6 +56,10 @@ class CudaActivations final : public Activations::Memory {
   [[nodiscard]] Bf16* activated() const noexcept { return at<Bf16>(activated_); }        ///< [rows, intermediate]
   [[nodiscard]] float* logits() const noexcept { return at<float>(logits_); }            ///< [rows, vocab_size]
   [[nodiscard]] float* host_logits() const noexcept { return at<float>(host_logits_); }  ///< the same, pinned
+  [[nodiscard]] std::uint64_t* parts() const noexcept { return at<std::uint64_t>(parts_); }  ///< of LikeliestArgs
+  [[nodiscard]] Likeliest* likeliest() const noexcept { return at<Likeliest>(likeliest_); }  ///< [rows], pinned
+  /// Of forwards with these buffers.
+  [[nodiscard]] DecodeGraphs& graphs() noexcept { return graphs_; }
   [[nodiscard]] std::span<std::byte> workspace() const noexcept { return {workspace_->data(), workspace_->bytes()}; }
 
  private:
@@ -72,13 +77,16 @@ class CudaActivations final : public Activations::Memory {
   Device& device_;
   std::uint32_t capacity_ = 0;         ///< rows
   std::uint64_t logits_capacity_ = 0;  ///< floats
+  std::uint32_t chosen_capacity_ = 0;  ///< rows
   Memory tokens_, residual_, rotation_, normed_, qkv_sums_, qkv_, attended_, gate_up_, activated_;
   Memory logits_, host_logits_;
+  Memory parts_, likeliest_;
   Memory workspace_;
   Memory finished_;  ///< pinned word: how many `finish` the stream has passed
   std::uint64_t finishes_ = 0;
   /// Of CUDA rather than of the Stream: recording a Stream's event would take over a failure that the engine awaits.
   std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, DestroyEvent> tokens_read_;
+  DecodeGraphs graphs_;
 };
 
 }  // namespace sluice::tools::cuda

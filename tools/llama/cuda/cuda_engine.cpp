@@ -64,7 +64,11 @@ class CudaEngine final : public Engine {
   [[nodiscard]] std::uint32_t threads() const noexcept override { return 1; }
   [[nodiscard]] const char* isa() const noexcept override { return "cuda, cuBLASLt"; }
   void forward(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work) const override;
-  void logits(Activations& work, std::uint32_t rows, std::span<float> out) const override;
+  void choose(Activations& work, std::uint32_t rows) const override;
+  void decode(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work,
+              Launch launch) const override;
+  void likeliest(Activations& work, std::span<Likeliest> out) const override;
+  void logits(Activations& work, std::uint32_t first, std::span<float> out) const override;
 
  private:
   /// One forward pass in flight.
@@ -78,6 +82,9 @@ class CudaEngine final : public Engine {
   void start_pass(const Pass& pass) const;
   void attention(const DeviceLayer& layer, LayerId id, const Attend& attend, const Pass& pass) const;
   void mlp(const DeviceLayer& layer, const Pass& pass) const;
+  void layers(const Attend& attend, const Pass& pass) const;
+  /// Logits and likeliest tokens of pass.rows rows from residual row `first` on.
+  void head(std::uint32_t first, const Pass& pass) const;
   /// pass.memory.normed() = rms_norm(x)
   void normalise(const float* x, const DeviceGain& gain, const Pass& pass) const;
   enum class Into : std::uint8_t { overwrite, add };
@@ -140,7 +147,6 @@ void CudaEngine::start_pass(const Pass& pass) const {
          .hidden = config_.hidden_size,
          .half = config_.head_dim / 2},
         pass.stream);
-  pass.memory.tokens_queued(pass.stream);
 }
 
 void CudaEngine::attention(const DeviceLayer& layer, LayerId id, const Attend& attend, const Pass& pass) const {
@@ -179,28 +185,83 @@ void CudaEngine::mlp(const DeviceLayer& layer, const Pass& pass) const {
   multiply(layer.down, memory.activated(), memory.residual(), Into::add, pass);
 }
 
-void CudaEngine::forward(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work) const {
-  const CurrentDevice current(ordinal_);
-  CudaActivations& memory = buffers(work);
-  const Pass pass{.memory = memory, .stream = native(*work.stream), .rows = static_cast<std::uint32_t>(tokens.size())};
-  memory.begin(tokens, config_, work);
-  start_pass(pass);
+void CudaEngine::layers(const Attend& attend, const Pass& pass) const {
   for (std::uint32_t i = 0; i < config_.num_hidden_layers; ++i) {
     attention(weights_.layers[i], LayerId{i}, attend, pass);
     mlp(weights_.layers[i], pass);
   }
 }
 
-void CudaEngine::logits(Activations& work, std::uint32_t rows, std::span<float> out) const {
+void CudaEngine::head(std::uint32_t first, const Pass& pass) const {
+  CudaActivations& memory = pass.memory;
+  normalise(memory.residual() + std::uint64_t{first} * config_.hidden_size, weights_.final_norm, pass);
+  multiply(weights_.head(), memory.normed(), memory.logits(), Into::overwrite, pass);
+  cuda::likeliest({.logits = memory.logits(),
+                   .parts = memory.parts(),
+                   .out = memory.likeliest(),
+                   .rows = pass.rows,
+                   .width = config_.vocab_size},
+                  pass.stream);
+}
+
+void CudaEngine::forward(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work) const {
   const CurrentDevice current(ordinal_);
   CudaActivations& memory = buffers(work);
-  const Pass pass{.memory = memory, .stream = native(*work.stream), .rows = rows};
+  const Pass pass{.memory = memory, .stream = native(*work.stream), .rows = static_cast<std::uint32_t>(tokens.size())};
+  memory.begin(tokens, config_, work);
+  start_pass(pass);
+  memory.tokens_queued(pass.stream);
+  layers(attend, pass);
+}
+
+void CudaEngine::choose(Activations& work, std::uint32_t rows) const {
+  const CurrentDevice current(ordinal_);
+  CudaActivations& memory = buffers(work);
   memory.begin_logits(rows, config_.vocab_size, work);
-  normalise(memory.residual() + std::uint64_t{work.rows - rows} * config_.hidden_size, weights_.final_norm, pass);
-  multiply(weights_.head(), memory.normed(), memory.logits(), Into::overwrite, pass);
-  check(cudaMemcpyAsync(memory.host_logits(), memory.logits(), out.size_bytes(), cudaMemcpyDeviceToHost, pass.stream),
+  head(work.rows - rows, {.memory = memory, .stream = native(*work.stream), .rows = rows});
+}
+
+void CudaEngine::decode(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work,
+                        Launch launch) const {
+  const CurrentDevice current(ordinal_);
+  CudaActivations& memory = buffers(work);
+  const Pass pass{.memory = memory, .stream = native(*work.stream), .rows = static_cast<std::uint32_t>(tokens.size())};
+  memory.begin(tokens, config_, work);
+  memory.begin_logits(pass.rows, config_.vocab_size, work);
+  const auto enqueue = [&] {
+    start_pass(pass);
+    layers(attend, pass);
+    head(0, pass);
+  };
+  try {
+    if (launch == Launch::enqueue) {
+      enqueue();
+    } else if (memory.graphs().run(pass.rows, pass.stream, enqueue)) {
+      ++work.replays;
+    }
+  } catch (...) {
+    memory.tokens_queued(pass.stream);  // Some of it may be under way.
+    throw;
+  }
+  // Behind the whole of it: an event of a stream that is captured could not be asked.
+  memory.tokens_queued(pass.stream);
+}
+
+void CudaEngine::likeliest(Activations& work, std::span<Likeliest> out) const {
+  const CurrentDevice current(ordinal_);
+  CudaActivations& memory = buffers(work);
+  memory.finish(work, native(*work.stream));
+  std::copy_n(memory.likeliest(), out.size(), out.begin());
+}
+
+void CudaEngine::logits(Activations& work, std::uint32_t first, std::span<float> out) const {
+  const CurrentDevice current(ordinal_);
+  CudaActivations& memory = buffers(work);
+  const cudaStream_t stream = native(*work.stream);
+  check(cudaMemcpyAsync(memory.host_logits(), memory.logits() + std::uint64_t{first} * config_.vocab_size,
+                        out.size_bytes(), cudaMemcpyDeviceToHost, stream),
         "copy the logits");
-  memory.finish(work, pass.stream);
+  memory.finish(work, stream);
   std::copy_n(memory.host_logits(), out.size(), out.begin());
 }
 

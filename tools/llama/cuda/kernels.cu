@@ -174,6 +174,7 @@ void load_kernels() {
   load(swiglu_kernel);
   load(raise_kernel);
   load(draw_kernel);
+  load_likeliest();
   load_matvec();
 }
 

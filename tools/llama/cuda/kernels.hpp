@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "tools/llama/likeliest.hpp"
 #include "tools/llama/model.hpp"
 
 namespace sluice::tools::cuda {
@@ -80,6 +81,19 @@ struct ProductArgs {
 /// Sums in float32 in an order that depends on `inner` alone, so that a row's result does not depend on its company.
 /// 1 <= rows <= kVectorRows.
 void matvec(const ProductArgs& args, cudaStream_t stream);
+
+/// Parts of a row of logits that thread blocks look through, at most.
+inline constexpr std::uint32_t kLikeliestParts = 64;
+
+/// out[r] is what `likeliest` says of row r.
+struct LikeliestArgs {
+  const float* logits = nullptr;   ///< [rows, width]
+  std::uint64_t* parts = nullptr;  ///< [rows, kLikeliestParts], scratch
+  Likeliest* out = nullptr;        ///< [rows], may be pinned host memory
+  std::uint32_t rows = 0;
+  std::uint32_t width = 0;
+};
+void likeliest(const LikeliestArgs& args, cudaStream_t stream);
 
 /// Writes `value` to a word in pinned host memory when the stream gets there: for a thread that watches it, which is
 /// quicker than asking CUDA. It says that work is done, not that its results are visible: synchronise for that.

@@ -14,7 +14,8 @@ void load(void (*kernel)(Args...)) {
         "load the model's kernels; is this build for another GPU?");
 }
 
-/// Those of matvec.cu.
+/// Those of likeliest.cu and matvec.cu.
+void load_likeliest();
 void load_matvec();
 
 }  // namespace sluice::tools::cuda

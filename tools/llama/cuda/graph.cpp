@@ -1,13 +1,13 @@
-#include "tools/cli/bench/graph.hpp"
+#include "tools/llama/graph.hpp"
 
 #include <cuda_runtime_api.h>
 
-#include "gpu/device/cuda_error.hpp"
+#include "tools/llama/cuda/check.hpp"
 
 namespace sluice::tools {
 namespace {
 
-using gpu::check;
+using cuda::check;
 
 class CudaGraphWork final : public CapturedWork {
  public:
