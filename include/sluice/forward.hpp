@@ -140,7 +140,7 @@ struct ForwardNearRow {
 
 /// Forwards are counted modulo this where near rows are concerned; an entry of near_of from here on is near.
 inline constexpr std::uint32_t kNearBit = 0x8000'0000u;
-/// A far row that was attended twice within as many forwards is wanted near.
+/// A far row that was attended twice within as many forwards is wanted near before others.
 inline constexpr std::uint32_t kNearAgain = 8;
 /// Near rows that were not attended in as many forwards give way first; those not attended in kNearAgain, then.
 inline constexpr std::uint32_t kNearPatience = 32;

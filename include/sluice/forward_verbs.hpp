@@ -81,9 +81,9 @@ class ForwardVerbs {
   /// written. Without windows, audits, drafts, and rows with scales.
   virtual void attend_whole(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Brings rows near that were attended far, while their answer is awaited, in every kNearTurn-th forward: those of
-  /// sinks and recent tokens, then those that were attended far before, not longer than kNearAgain forwards ago; of
-  /// lists that the CPU chose for only if ForwardMemory::keeps_chosen. They
-  /// take places as tokens that come do; the former also of any row that this forward has not attended.
+  /// sinks and recent tokens, then those that were attended far before, not longer than kNearAgain forwards ago, then
+  /// others if rows not attended in kNearPatience are left to give way; of lists that the CPU chose for only if
+  /// ForwardMemory::keeps_chosen. The first take the place of any row that this forward has not attended.
   virtual void promote(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// What comes behind waits until ForwardMailbox::gate is open, which the host sees to in time.
   virtual void await_answer(const ForwardMemory& memory, void* stream) = 0;

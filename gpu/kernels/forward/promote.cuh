@@ -221,8 +221,7 @@ __device__ void promote(const ForwardMemory& m, const ForwardScratch& scratch, s
         if (m.far_windows[index] != 0)
           want_windows(m, plane, m.rows[at].in(layer, m.window), forward, wanted.always, ballots);
         want_listed(m, plane, rows, m.far_listed[index], forward, wanted, ballots);
-        if (kChosen && m.rows[at].in(layer, m.window).asks != 0)
-          want_chosen(m, plane, index, forward, wanted, ballots);
+        if (kChosen && m.rows[at].in(layer, m.window).asks != 0) want_chosen(m, plane, index, forward, wanted, ballots);
       }
     }
   }

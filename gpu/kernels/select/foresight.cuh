@@ -42,8 +42,8 @@ struct Chosen {
 /// Beyond the k-th the scores of a head fall off about exponentially: so many more reach a bound so much lower.
 __device__ inline HeadBound bound_after(const Chosen& chosen, float margin) {
   const float more = static_cast<float>(chosen.found) / static_cast<float>(chosen.picks);
-  const float scale =
-      more > 1.05f && chosen.kth > chosen.least ? (chosen.kth - chosen.least) / logf(more) : 0.15f * fabsf(chosen.kth - chosen.query.center);
+  const float scale = more > 1.05f && chosen.kth > chosen.least ? (chosen.kth - chosen.least) / logf(more)
+                                                                : 0.15f * fabsf(chosen.kth - chosen.query.center);
   const float bound = (chosen.kth - chosen.query.center - scale * logf(margin)) / chosen.query.length;
   return {.bound = isfinite(bound) ? bound : 0.f, .margin = margin};
 }

@@ -163,8 +163,10 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
       "The section pipeline places policies `stream`, whatever --placements says: what the CPU chooses crosses the\n"
       "link. By forwards that are traced behind those that are timed `choice` is what the CPU takes to choose for a\n"
       "layer, `waited` what the device waits for that, `exposed` what it waits for the link, to attend rows and to\n"
-      "bring them near. `goal` is 1.15 x (choice + exposed bytes / rate of the link) + 12 us, by the rate of scattered\n"
-      "pages in the device's transfer profile; without a GPU, of host memory. That what is attended does not depend on\n"
+      "bring them near. `goal` is 1.15 x (choice + exposed bytes / rate of the link) + 12 us, by the rate of "
+      "scattered\n"
+      "pages in the device's transfer profile; without a GPU, of host memory. That what is attended does not depend "
+      "on\n"
       "--prefetch is checked. What a device chooses by itself has no such parts.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
