@@ -54,6 +54,12 @@ inline Outcome shell(const std::string& command) {
 /// Runs `sluice` through the shell; `arguments` are shell words.
 inline Outcome sluice(const std::string& arguments) { return shell("'" + cli_path() + "' " + arguments); }
 
+/// Likewise, where CUDA shows no GPU.
+inline Outcome without_gpu(const std::string& arguments) {
+  ::setenv("CUDA_VISIBLE_DEVICES", "", 1);
+  return sluice(arguments);
+}
+
 inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 /// An error as the tool promises it: nothing on standard output, one line on standard error.
