@@ -205,11 +205,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-/// For rows of `total` values together, the longest of `longest`.
-Cut cut_of(std::uint64_t total, std::uint32_t longest, const ScoreInt4Shape& shape) {
-  const std::uint64_t even = div_up(div_up(total, std::uint64_t{shape.multiprocessors} * kBlocksPerSm), kBlockTokens);
-  const auto chunks = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(even, 1, kMostChunks));
-  return {.blocks = static_cast<std::uint32_t>(div_up(longest, chunks * kBlockTokens)), .chunks = chunks};
+/// Of rows of `total` tokens together, the longest of `longest`.
+Cut cut_for(std::uint64_t total, std::uint32_t longest, const ScoreInt4Shape& shape) {
+  if (longest == 0) return {};
+  return cut_of(static_cast<std::uint32_t>(div_up(total, longest)), longest, shape.multiprocessors * kBlocksPerSm);
 }
 
 /// One fragment has room for four heads, and is enough, too, where thread blocks have one each: heads with a list of
@@ -241,7 +240,7 @@ void launch_score_int4(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Sha
     longest = std::max(longest, row);
   }
   if (total == 0 && !tails) return;
-  const Cut cut = cut_of(total, longest, shape);
+  const Cut cut = cut_for(total, longest, shape);
   launch<false>(tasks, {}, shape, cut, dim3(cut.blocks + (tails ? 1 : 0), tasks.count, heads), stream);
 }
 
@@ -251,7 +250,7 @@ void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uin
   TaskArray<ScoreInt4Task> array;
   array.queued = tasks;
   array.count = count;
-  const Cut cut = cut_of(std::uint64_t{count} * longest, longest, shape);
+  const Cut cut = cut_for(std::uint64_t{count} * longest, longest, shape);
   const dim3 grid(cut.blocks, count, lists ? shape.group : 1);
   if (foresight.bounds != nullptr && !lists) {
     launch<true>(array, foresight, shape, cut, grid, stream);

@@ -5,6 +5,7 @@
 #include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/mma.cuh"
 #include "gpu/kernels/select/foresight.cuh"
+#include "gpu/kernels/select/score_cut.hpp"
 
 /// How rows of 4-bit copies are shared by thread blocks, where they lie, and how queries are staged for them.
 namespace sluice::gpu::score_int4 {
@@ -12,17 +13,13 @@ namespace sluice::gpu::score_int4 {
 inline constexpr std::uint32_t kWarp = 32;
 inline constexpr std::uint32_t kThreads = 256;
 inline constexpr std::uint32_t kWarps = kThreads / kWarp;
-inline constexpr std::uint32_t kBlocksPerSm = 2;
 /// Keys of half a fragment, an octet: they lie in one page, as page_tokens is a multiple. A warp multiplies four octets
 /// at a time, two of them by one product; a lane then has the scores of one key of each.
 inline constexpr std::uint32_t kRows = 8;
 inline constexpr std::uint32_t kWarpOctets = 4;
 inline constexpr std::uint32_t kPairs = kWarpOctets / 2;
 inline constexpr std::uint32_t kWarpTokens = kRows * kWarpOctets;
-inline constexpr std::uint32_t kBlockTokens = kWarps * kWarpTokens;
-/// Chunks of one thread block, at most: 264 blocks at once, of 132 multiprocessors, have all of half a million tokens
-/// of 8 KV heads, as one that comes later begins anew.
-inline constexpr std::uint32_t kMostChunks = 64;
+static_assert(kBlockTokens == kWarps * kWarpTokens);
 inline constexpr std::uint32_t kHeads = 8;                      ///< query heads that are staged at once
 inline constexpr std::uint32_t kTileHeads = 4;                  ///< query heads of a fragment, which has 8 columns
 inline constexpr std::uint32_t kOctets = kBlockTokens / kRows;  ///< of a chunk
@@ -50,14 +47,6 @@ struct Shared {
   Places codes[kMostChunks * kOctets / kWarpOctets];
   std::uint32_t params[kMostChunks * kOctets];  ///< likewise
   alignas(8) Rows rows[kMostChunks * kOctets];
-};
-
-/// How the rows of a launch are cut: thread block i of `blocks` has chunks of kBlockTokens tokens, at most `chunks`.
-/// Blocks take them in turn, as what will be chosen is often close together, and candidates of a block that finds many
-/// would keep all others waiting.
-struct Cut {
-  std::uint32_t blocks;
-  std::uint32_t chunks;
 };
 
 /// What one thread block scores of a row of pages laid end to end; or the tail of these heads.
