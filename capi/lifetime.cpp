@@ -88,6 +88,29 @@ sluice_status sluice_engine_options_memory_needed(const sluice_engine_options* o
   });
 }
 
+sluice_status sluice_engine_options_near_within(const sluice_engine_options* options, uint64_t device_bytes,
+                                                uint64_t* near_bytes) {
+  return capi::guarded([&] {
+    const sluice_engine_options given = capi::read_options(options);
+    const capi::Place place = capi::place_of(given);
+    EngineOptions chosen = capi::to_engine(given);
+    capi::require_pointer(near_bytes, "near_bytes");
+    std::optional<std::uint64_t> near;
+    std::uint64_t others = 0;
+    capi::where_it_belongs(place, [&] {
+      const std::shared_ptr<Device> device = capi::device_of(given, place);
+      near = near_bytes_within(chosen, device_bytes, device.get());
+      chosen.near_bytes = 0;
+      if (!near) others = memory_needed(chosen, device.get()).device();
+    });
+    if (!near)
+      throw Error(Errc::out_of_capacity, "device_bytes is " + std::to_string(device_bytes) +
+                                             ", and without near rows the engine takes " + std::to_string(others) +
+                                             "; give it more, or less host_bytes, of which 4-bit copies are a share");
+    *near_bytes = *near;
+  });
+}
+
 void sluice_engine_destroy(sluice_engine* engine) {
   if (engine == nullptr) return;
   if (engine->place.device_type == SLUICE_DEVICE_CUDA) {

@@ -600,6 +600,11 @@ SLUICE_API sluice_status sluice_engine_memory(const sluice_engine* engine, sluic
 /// memory may be short.
 SLUICE_API sluice_status sluice_engine_options_memory_needed(const sluice_engine_options* options,
                                                              sluice_memory* memory);
+/// The most that `near_bytes` may be for an engine to take no more than `device_bytes` of the device's memory, all told:
+/// near rows and their tables, 4-bit copies and digests of all keys, clusters, buffers. near_bytes of `options` do not
+/// count. SLUICE_OUT_OF_CAPACITY if there is no room for what is not near; else errors as of the call above.
+SLUICE_API sluice_status sluice_engine_options_near_within(const sluice_engine_options* options, uint64_t device_bytes,
+                                                           uint64_t* near_bytes);
 /// Asks the device what is near, once between two forwards. SLUICE_NOT_FOUND if there is no such sequence;
 /// SLUICE_TIMEOUT or SLUICE_DEVICE if the device does not say.
 SLUICE_API sluice_status sluice_engine_sequence_memory(const sluice_engine* engine, sluice_sequence sequence,

@@ -47,7 +47,8 @@ struct EngineOptions {
   /// Device memory for near pages, as many of each layer and KV head; what is left of one of all of them is not used.
   /// They are a cache of far ones, row by row: tokens come in near, those that are not attended give way, and those
   /// that are attended far again and again are brought. If this is not 0, it takes 4 bytes of device memory more for
-  /// each token, layer and KV head that host_bytes hold.
+  /// each token, layer and KV head that host_bytes hold. What 4-bit copies, digests and buffers leave of a budget of
+  /// device memory: near_bytes_within().
   std::uint64_t near_bytes = 0;
   /// Tokens of a layer and KV head that are brought near at a time, at most, in every kNearTurn-th forward. With
   /// 512K tokens an H200 took 482, 352 and 307 us a layer with 256, 512 and 1,024 of them. [0, 1024]
@@ -143,5 +144,12 @@ void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions
 /// `device`: as for Engine; null: the embedded host device, which wants no scratch memory, a GPU some.
 /// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if the device cannot serve the shape
 [[nodiscard]] EngineMemoryUse memory_needed(const EngineOptions& options, Device* device = nullptr);
+
+/// The most that EngineOptions::near_bytes may be for the engine to take no more of the device's memory than this, all
+/// told: near rows and their tables, 4-bit copies and digests of all keys, clusters, buffers. 0: there is room for
+/// these but not for near rows; none: not even for these. near_bytes of `options` do not count.
+/// @throws as memory_needed
+[[nodiscard]] std::optional<std::uint64_t> near_bytes_within(EngineOptions options, std::uint64_t device_bytes,
+                                                             Device* device = nullptr);
 
 }  // namespace sluice

@@ -161,6 +161,15 @@ class EngineOptions:
         lib.check(lib.engine_options_memory_needed(ctypes.byref(self._to_struct()), ctypes.byref(struct)))
         return figures.read(Memory, struct)
 
+    def near_bytes_within(self, device_bytes: int) -> int:
+        """The most that `near_bytes` may be for an engine to take no more than this of the GPU's memory, all told: near
+        rows and their tables, 4-bit copies and digests of all keys, clusters, buffers. `near_bytes` does not count.
+        @throws OutOfCapacity if there is no room for what is not near; else as memory_needed"""
+        near, lib = ctypes.c_uint64(), library()
+        lib.check(lib.engine_options_near_within(ctypes.byref(self._to_struct()),
+                                                 _unsigned("device_bytes", device_bytes), ctypes.byref(near)))
+        return near.value
+
     def _to_struct(self) -> structs.EngineOptions:
         struct = structs.EngineOptions()
         lib = library()

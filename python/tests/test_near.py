@@ -96,6 +96,17 @@ def test_what_an_engine_would_take_is_what_it_takes() -> None:
         dataclasses.replace(made, head_dim=17).memory_needed()
 
 
+def test_near_rows_get_what_everything_else_leaves_of_a_budget() -> None:
+    made = sluice.EngineOptions(layers=2, q_heads=4, kv_heads=2, head_dim=64, host_bytes=8 << 20, near_bytes=1 << 20)
+    made.make_room_for("quest", 512)
+    budget = made.memory_needed().device + (1 << 20)
+    made.near_bytes = made.near_bytes_within(budget)
+    assert 15 << 17 <= made.near_bytes < 2 << 20  # Tables grow, too.
+    assert made.memory_needed().device <= budget
+    with pytest.raises(sluice.OutOfCapacity, match="without near rows the engine takes"):
+        made.near_bytes_within(1 << 10)
+
+
 def test_tables_of_near_rows_are_as_counted() -> None:
     """What near memory takes beside itself is what default_near_bytes leaves room for."""
     made = options(host_bytes=GIB)

@@ -92,6 +92,7 @@ TEST_CASE("a null pointer to options is refused by its name", "[capi][errors]") 
   CHECK(made == nullptr);
   check_null("sluice_engine_options", [&] { return sluice_engine_get_options(small.engine, nullptr); });
   check_null("sluice_memory", [&] { return sluice_engine_options_memory_needed(&options, nullptr); });
+  check_null("near_bytes", [&] { return sluice_engine_options_near_within(&options, 1u << 30, nullptr); });
 }
 
 TEST_CASE("a null pointer to what a sequence needs is refused by its name", "[capi][errors]") {

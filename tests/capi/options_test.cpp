@@ -270,3 +270,33 @@ TEST_CASE("what an engine would take is what it takes", "[capi][options]") {
   check_fails([&] { return sluice_engine_options_memory_needed(nullptr, &needed); }, SLUICE_INVALID_ARGUMENT,
               {"options"});
 }
+
+TEST_CASE("near rows get what everything else leaves of a budget of device memory", "[capi][options]") {
+  auto options = small_options();
+  options.digests = GENERATE(0u, 1u);  // None, boxes.
+  const auto takes = [&](std::uint64_t near) {
+    options.near_bytes = near;
+    auto needed = sized<sluice_memory>();
+    require_ok(sluice_engine_options_memory_needed(&options, &needed));
+    return needed.near_pages + needed.codes + needed.digests + needed.buffers;
+  };
+  const std::uint64_t least = takes(0);
+  const std::uint64_t page = 2ull * options.page_tokens * options.head_dim * 2 * options.layers * options.kv_heads;
+  std::uint64_t near = 1;
+  const auto within = [&](std::uint64_t bytes) {
+    options.near_bytes = 12345;  // Does not count.
+    return sluice_engine_options_near_within(&options, bytes, &near);
+  };
+  check_fails([&] { return within(least - 1); }, SLUICE_OUT_OF_CAPACITY, {"device_bytes is", "takes"});
+  require_ok(within(least));
+  CHECK(near == 0);
+  for (const std::uint64_t more : {page, 3 * page, 10 * page}) {
+    const std::uint64_t bytes = takes(page) + more;
+    require_ok(within(bytes));
+    CHECK(near >= more);
+    CHECK(takes(near) <= bytes);
+    CHECK(takes(near + page) > bytes);
+  }
+  require_ok(within(std::uint64_t{1} << 40));
+  CHECK(near == options.host_bytes / page * page);  // No more than there is to be near.
+}

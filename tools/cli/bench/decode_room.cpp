@@ -3,18 +3,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "sluice/page.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice::tools {
 namespace {
-
-/// Bytes of near rows for all tokens that host memory holds.
-std::uint64_t all_near(const EngineOptions& options) {
-  const PageLayout far{
-      .page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
-  return options.host_bytes / far.page_bytes() * far.near().page_bytes();
-}
 
 double mib(std::uint64_t bytes, std::uint32_t sequences) {
   return static_cast<double>(bytes) / static_cast<double>(MiB) / sequences;
@@ -37,24 +29,6 @@ EngineOptions for_sequences(EngineOptions options, std::uint32_t sequences) {
   options.largest.decode_rows *= sequences;
   options.cpu_sequences *= sequences;
   return options;
-}
-
-std::optional<std::uint64_t> near_bytes_within(EngineOptions options, std::uint64_t kv_bytes, Device* device) {
-  const std::uint64_t all = all_near(options);
-  std::uint64_t near = std::min(all, kv_bytes);
-  // Tables grow with what is near, so that it takes a few turns.
-  for (int turn = 0; turn < 8; ++turn) {
-    options.near_bytes = near;
-    const std::uint64_t takes = memory_needed(options, device).device();
-    if (takes <= kv_bytes) return near;
-    const std::uint64_t over = takes - kv_bytes;
-    if (over > near) break;
-    near -= over;
-  }
-  // With nothing near there are no tables of it.
-  options.near_bytes = 0;
-  if (memory_needed(options, device).device() > kv_bytes) return std::nullopt;
-  return 0;
 }
 
 RoomTable::RoomTable() {

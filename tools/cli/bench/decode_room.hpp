@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
 
 #include "sluice/engine.hpp"
@@ -18,11 +17,6 @@ struct DecodeBatch {
 
 /// Options of an engine for one sequence become those for as many equal ones.
 [[nodiscard]] EngineOptions for_sequences(EngineOptions options, std::uint32_t sequences);
-
-/// Near memory of an engine that takes `kv_bytes` of device memory in all, with codes, digests, tables and buffers: as
-/// much as is left, and no more than all tokens need. None if these alone do not fit.
-[[nodiscard]] std::optional<std::uint64_t> near_bytes_within(EngineOptions options, std::uint64_t kv_bytes,
-                                                             Device* device);
 
 /// What a sequence takes of device memory, by component, and how many of them fit.
 class RoomTable {
