@@ -17,14 +17,14 @@ import sys
 from pathlib import Path
 
 import torch
-from papers import bits, blocks, codes, heads, pages, recall, sparse
+from papers import bits, blocks, codes, heads, pages, recall, selectors, sparse, tactic
 from papers import tokens as tokens_
 from papers.attention import Prompts
 from testbed_tasks import make, tokens
 from transformers import AutoModelForCausalLM
 
 FIGURES = {"pages": pages, "tokens": tokens_, "recall": recall, "heads": heads, "blocks": blocks,
-           "sparse": sparse, "bits": bits, "codes": codes}
+           "sparse": sparse, "bits": bits, "codes": codes, "tactic": tactic, "selectors": selectors}
 WHOLE_PROMPTS = {"heads", "blocks", "sparse"}  # Not what is decoded behind them.
 
 

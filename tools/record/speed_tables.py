@@ -116,6 +116,8 @@ PRINTERS = [("core-kernels", "kernels", everything("One core: kernels")),
             ("question-seen", "eval", print_cost), ("dtype-", "eval", print_cost), ("recall-", "eval", print_cost),
             ("psa-", "eval", print_cost),
             ("ablation", "pipeline", print_ablation), ("plan", "compared", print_plan), ("serve", "serve", print_serve), ("serve", "held", print_held),
+            ("clusters", "clusters", everything("K-means of a prompt's keys, one layer")),
+            ("prompt-", "run", everything("A prompt's time to its first token")),
             ("decode-costs-", "costs", print_layer_costs),
             ("decode-", "attention", print_layer), ("decode-", "decode", print_model),
             *[("model-" + name, "models", everything("Models of transformers: " + name))
