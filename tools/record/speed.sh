@@ -201,7 +201,7 @@ measure_speed() {
         --length "$cluster_lengths" --chunk 128K --repeat 3 -o json --output "$out/$1.json"
       ;;
     decode-tactic-*) decode_batches "$1" "tactic | int4;tactic:mass=0.7 | int4" "${1#decode-tactic-}" ;;
-    decode-twilight-*) decode_batches "$1" "twilight;quest" "${1#decode-twilight-}" ;;
+    decode-twilight-*) decode_batches "$1" "twilight;quest;quest:budget=8192" "${1#decode-twilight-}" ;;
     decode-tokens-*) decode_tokens "$1" "${1#decode-tokens-}" ;;
     prompt-tactic) prompt "$1" "tactic | int4" ;;
     prompt-sluice) prompt "$1" sluice ;;
