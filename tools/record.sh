@@ -88,6 +88,7 @@ ablation='lfps;lfps:expand=off;lfps:tables=vertical;lfps:tables=slash;lfps:table
 ablation="$ablation;lfps:tables=slash,expand=off;lfps | bypass=off;sluice;history | int4 | top_k=max(64, 1%)"
 ablation="$ablation;history+pages | int4 | top_k=max(64, 1%);pages | int4 | top_k=max(64, 1%)"
 targets='tactic:mass=0.5;tactic:mass=0.6;tactic:mass=0.7;tactic:mass=0.8;tactic'
+answers='full;quest;tactic;tactic:mass=0.8;tactic:mass=0.7;tactic:mass=0.5;twilight;twilight:mass=0.85'
 reading='full;sluice;twilight;tactic;quest;psa;lfps;streaming'
 # Twilight: by keys and by copies of 4 bits, without a selector before; and which of the best copies find.
 always='near=0%,sinks=4,recent=0 | dense=2'
@@ -154,6 +155,7 @@ parts() {
   for placement in hybrid stream; do echo "psa-$placement"; done
   echo history
   echo tactic
+  echo targets
   echo estimates
   for length in ${RECORD_TEXT_LENGTHS:-8K 32K}; do echo "text-$length"; done
   for what in together apart alpha bypass; do echo "core-$what"; done
@@ -232,6 +234,7 @@ measure() {
     prefill-by-chunk) by_query_blocks "$1" --flattened ;;
     history) eval_tasks "$1" niah,kv "$short" "$count" 4 "${RECORD_POLICIES:-$ablation}" ;;
     tactic) eval_tasks "$1" niah,kv "$sweep_length" 2 1 "${RECORD_POLICIES:-$targets}" ;;
+    targets) eval_tasks "$1" kv "${short%%,*}" "${RECORD_PAIRS:-32}" 4 "${RECORD_POLICIES:-$answers}" ;;
     estimates) eval_tasks "$1" niah,kv "$sweep_length" "${RECORD_SWEEP_COUNT:-4}" 4 "${RECORD_POLICIES:-$estimates}" ;;
     text-*)
       cat "$root"/docs/*.md >"$out/text.txt"

@@ -284,6 +284,7 @@ def main():
                                ("prefill-by-row", "eval", print_chosen_prefill("Query blocks choose for themselves")),
                                ("prefill-by-chunk", "eval", print_chosen_prefill("Query blocks choose together")),
                                ("history", "eval", print_ablation("What of LFPS earns what")), ("tactic", "eval", print_sweep),
+                               ("targets", "eval", print_sweep),
                                ("estimates", "eval", print_ablation("Estimates: keys, and copies of 4 and 2 bits")),
                                ("text-", "text", print_text),
                                ("later-", "eval", print_tasks), ("later-", "lost", print_lost),
