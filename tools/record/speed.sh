@@ -13,7 +13,7 @@ speed_parts() {
   echo cpu-ragged
   echo plan
   echo serve
-  echo clusters            # 15: a layer of 32K, 64K and 128K tokens is made and checked
+  echo clusters            # 6 on an H200
   echo ablation            # 70 [b]: eight layers; exact top-k of 128K tokens takes the CPU 7 ms a layer
   [ "$device" != host ] || return 0
   echo decode-lengths      # 80 [b]: six lengths, of which 64K and 128K are three quarters
@@ -23,12 +23,12 @@ speed_parts() {
   for size in 8K 32K; do echo "decode-costs-$size"; done # 110 each [b]: 41 and 36 sequences of these lengths, four engines
   echo decode-uniform      # 30 [b]
   echo decode-other        # 60 [b]: four policies
-  for what in 32K 128K 64; do # 35 each [b]: 16 GiB at most, pinned for four engines of each policy and batch
+  for what in 32K 128K 64; do # 60 to 90 each, by what parts of them took on an H200
     echo "decode-tactic-$what"
     echo "decode-twilight-$what"
   done
-  for length in 8K 32K; do echo "decode-tokens-$length"; done # 75 each [d]: 32 GiB of keys and values at most
-  for policy in sluice tactic; do echo "prompt-$policy"; done # 12 and 30: prompts of 32K and 128K tokens take 2 and 14
+  for length in 8K 32K; do echo "decode-tokens-$length"; done # 25 for 32K on an H200, 75 for 8K [d]
+  for policy in sluice tactic; do echo "prompt-$policy"; done # 3 each on an H200
   for way in device stream host; do echo "decode-handover-$way"; done # 40 each [b]
   for batch in 8x32K 32x8K 4x128K ragged; do echo "decode-batch-$batch"; done # 60 each [b]: as many tokens, two placements
   for what in lengths batch 512K; do echo "decode-near-$what"; done # 60 each [b]
@@ -132,7 +132,8 @@ decode_batches() {
     64) shape="--length 8K,32K --rows 64 --layers 1" ;;
   esac
   # shellcheck disable=SC2086 # Options.
-  decode_layer "$1" --placements near --warm-up 8 --policies "$2" $shape
+  "$sluice" bench gpu --device "$device" --sections attention --placements near --steps 12 --warm-up 8 \
+    --policies "$2" $shape -o json --output "$out/$1.json"
 }
 
 # decode_tokens NAME LENGTH: whole models with everything near.

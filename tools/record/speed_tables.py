@@ -21,7 +21,7 @@ def everything(title):
         print(title + "\n")
         keys = [key for key in unique(key for row in found for key in row)
                 if any(row.get(key) is not None for row in found)]
-        table(keys, [[f"{row[key]:.4g}" if isinstance(row.get(key), float) else str(row.get(key, "")) for key in keys]
+        table(keys, [[f"{row[key]:.4g}" if isinstance(row.get(key), float) else str(row.get(key, "")).replace("|", "\\|") for key in keys]
                      for row in found])
     return show
 
