@@ -19,6 +19,7 @@ RECORD_ABLATION_LENGTHS=32K,128K (8K without a GPU) RECORD_CORE_LENGTHS=4K,8K,16
 RECORD_PYTHON=python3 (figures of the papers are parts where it has torch, transformers and matplotlib, models of transformers
 where it has the package, too, and torch a GPU)
 RECORD_FIGURES="--count 2 --steps 24" RECORD_PAIRS=32 RECORD_FLEX_LENGTH=128K (8K without a GPU)
+RECORD_CLUSTER_LENGTHS=32K,64K,128K (2K,8K without a GPU) RECORD_PROMPT_TOKENS=32700
 RECORD_SERVE="--random-weights llama-3.1-8b --kv-size 4G ..." (see the script; a tiny model without a GPU)
 (here with their defaults; lists of words are parts of their own).
 END
@@ -87,6 +88,7 @@ ablation='lfps;lfps:expand=off;lfps:tables=vertical;lfps:tables=slash;lfps:table
 ablation="$ablation;lfps:tables=slash,expand=off;lfps | bypass=off;sluice;history | int4 | top_k=max(64, 1%)"
 ablation="$ablation;history+pages | int4 | top_k=max(64, 1%);pages | int4 | top_k=max(64, 1%)"
 targets='tactic:mass=0.5;tactic:mass=0.6;tactic:mass=0.7;tactic:mass=0.8;tactic'
+answers='full;quest;tactic;tactic:mass=0.8;tactic:mass=0.7;tactic:mass=0.5;twilight;twilight:mass=0.85'
 reading='full;sluice;twilight;tactic;quest;psa;lfps;streaming'
 # Twilight: by keys and by copies of 4 bits, without a selector before; and which of the best copies find.
 always='near=0%,sinks=4,recent=0 | dense=2'
@@ -104,14 +106,14 @@ layer_lengths=${RECORD_LAYER_LENGTHS:-32K 128K}
 if [ "$device" = host ]; then
   prefill_lengths=${RECORD_PREFILL_LENGTHS:-2K,8K}
   plan_lengths=${RECORD_PLAN_LENGTHS:-1K,4K} plan_layers=${RECORD_PLAN_LAYERS:-4} plan_short=2K
-  flex_length=${RECORD_FLEX_LENGTH:-8K}
+  flex_length=${RECORD_FLEX_LENGTH:-8K} cluster_lengths=${RECORD_CLUSTER_LENGTHS:-2K,8K}
   ablation_lengths=${RECORD_ABLATION_LENGTHS:-8K} ablation_layers=4
   serve="--random-weights tiny --threads 2 --kv-size 4M --host-size 12M --prompt 800 --answer 32 --batch 16
     --prefill-chunk 256 --rates 5,10,20,30,40,60,80 --seconds 6 --tbt-limit 100 --queue-limit 0.5"
 else
   prefill_lengths=${RECORD_PREFILL_LENGTHS:-2K,8K 16K 32000}
   plan_lengths=${RECORD_PLAN_LENGTHS:-4K,16K,64K,128K} plan_layers=${RECORD_PLAN_LAYERS:-32} plan_short=32K
-  flex_length=${RECORD_FLEX_LENGTH:-128K}
+  flex_length=${RECORD_FLEX_LENGTH:-128K} cluster_lengths=${RECORD_CLUSTER_LENGTHS:-32K,64K,128K}
   ablation_lengths=${RECORD_ABLATION_LENGTHS:-32K,128K} ablation_layers=8
   serve="--random-weights llama-3.1-8b --kv-size 4G --host-size 12G --prompt 8K --answer 128 --batch 16
     --prefill-chunk 1K --rates 0.5,1,1.5,2,2.5,3,4 --seconds 7 --tbt-limit 100 --queue-limit 2"
@@ -153,13 +155,14 @@ parts() {
   for placement in hybrid stream; do echo "psa-$placement"; done
   echo history
   echo tactic
+  echo targets
   echo estimates
   for length in ${RECORD_TEXT_LENGTHS:-8K 32K}; do echo "text-$length"; done
   for what in together apart alpha bypass; do echo "core-$what"; done
   speed_parts
   models_parts
   if draws; then
-    for figure in pages tokens recall heads blocks sparse bits codes; do echo "figure-$figure"; done
+    for figure in pages tokens recall heads blocks sparse bits codes tactic selectors; do echo "figure-$figure"; done
   fi
 }
 
@@ -231,6 +234,7 @@ measure() {
     prefill-by-chunk) by_query_blocks "$1" --flattened ;;
     history) eval_tasks "$1" niah,kv "$short" "$count" 4 "${RECORD_POLICIES:-$ablation}" ;;
     tactic) eval_tasks "$1" niah,kv "$sweep_length" 2 1 "${RECORD_POLICIES:-$targets}" ;;
+    targets) eval_tasks "$1" kv "${short%%,*}" "${RECORD_PAIRS:-32}" 4 "${RECORD_POLICIES:-$answers}" ;;
     estimates) eval_tasks "$1" niah,kv "$sweep_length" "${RECORD_SWEEP_COUNT:-4}" 4 "${RECORD_POLICIES:-$estimates}" ;;
     text-*)
       cat "$root"/docs/*.md >"$out/text.txt"

@@ -3,7 +3,8 @@ pages, pages that hold a share of the softmax (PSA, Fig. 2); tokens, tokens that
 recall, pages that cross the link where some are kept (ArkVale's recall cache, PSA's unified pool); heads, pattern and
 sparsity of each head (FlexPrefill's heat maps); blocks, its block size, representative queries and selection; sparse,
 answers after prompts that were attended so; bits, estimates by copies of few bits (Twilight, Fig. 5); codes, tokens
-that copies of keys find, by their bits.
+that copies of keys find, by their bits; tactic, what Tactic argues from, and what it gives a query head by itself;
+selectors, what they leave for Twilight's pruner.
 
 `python benchmarks/paper_figures.py pages --model ../tests/data/testbed >pages.json` from python/; `--svg FILE` draws.
 Dense attention decodes, so that what is counted does not depend on what a policy misses."""
@@ -17,14 +18,14 @@ import sys
 from pathlib import Path
 
 import torch
-from papers import bits, blocks, codes, heads, pages, recall, sparse
+from papers import bits, blocks, codes, heads, pages, recall, selectors, sparse, tactic
 from papers import tokens as tokens_
 from papers.attention import Prompts
 from testbed_tasks import make, tokens
 from transformers import AutoModelForCausalLM
 
 FIGURES = {"pages": pages, "tokens": tokens_, "recall": recall, "heads": heads, "blocks": blocks,
-           "sparse": sparse, "bits": bits, "codes": codes}
+           "sparse": sparse, "bits": bits, "codes": codes, "tactic": tactic, "selectors": selectors}
 WHOLE_PROMPTS = {"heads", "blocks", "sparse"}  # Not what is decoded behind them.
 
 

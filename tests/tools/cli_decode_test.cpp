@@ -59,6 +59,16 @@ TEST_CASE("bench decode: every method attends the same synthetic rows, of which 
   CHECK(number(uniform.at("hybrid/sluice"), "near_hit_share") < 0.6);
 }
 
+TEST_CASE("bench decode: each sequence of a batch has clusters of its own", "[cli]") {
+  const auto rows = rows_of(
+      "--structure narrow_slash --length 1K --batch 3 --steps 2 --warm-up 1 --audit 1 --methods "
+      "'dense;near/tactic | int4'");
+  const json& tactic = rows.at("near/tactic | int4");
+  CHECK(tactic.at("at_once") == 3);
+  CHECK(number(tactic, "attended_share") < 0.9);
+  CHECK(number(tactic, "coverage_mean") > 0.8);
+}
+
 TEST_CASE("bench decode: drafts of synthetic rows are those that come one by one", "[cli]") {
   const auto rows = rows_of(
       "--structure vertical_slash --length 2K --steps 4 --warm-up 4 --audit 1 --drafts 3 --methods "

@@ -198,3 +198,19 @@ TEST_CASE("bench prefill checks every prompt of a batch, whose chunks are attend
     }
   }
 }
+
+TEST_CASE("bench prefill times k-means of a prompt's keys beside its dense attention", "[cli]") {
+  const std::string bench =
+      "bench prefill --shape testbed --length 1K --chunk 512 --gammas '' --structures uniform "
+      "--rows 1,2 --threads 2 --repeat 1 ";
+  CHECK(!results_of(bench).contains("clusters"));
+  const json rows = results_of(bench + "--clusters 32").at("clusters");
+  REQUIRE(rows.size() == 2);
+  for (const json& row : rows) {
+    CAPTURE(row.dump());
+    CHECK(row.at("clusters") == 32);
+    CHECK(row.at("cluster_ms") > 0.0);
+    CHECK(row.at("of_dense_share").get<double>() ==
+          Approx(row.at("cluster_ms").get<double>() / row.at("dense_ms").get<double>()));
+  }
+}

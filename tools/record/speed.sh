@@ -13,6 +13,7 @@ speed_parts() {
   echo cpu-ragged
   echo plan
   echo serve
+  echo clusters            # 6 on an H200
   echo ablation            # 70 [b]: eight layers; exact top-k of 128K tokens takes the CPU 7 ms a layer
   [ "$device" != host ] || return 0
   echo decode-lengths      # 80 [b]: six lengths, of which 64K and 128K are three quarters
@@ -22,6 +23,12 @@ speed_parts() {
   for size in 8K 32K; do echo "decode-costs-$size"; done # 110 each [b]: 41 and 36 sequences of these lengths, four engines
   echo decode-uniform      # 30 [b]
   echo decode-other        # 60 [b]: four policies
+  for what in 32K 128K 64; do # 60 to 90 each, by what parts of them took on an H200
+    echo "decode-tactic-$what"
+    echo "decode-twilight-$what"
+  done
+  for length in 8K 32K; do echo "decode-tokens-$length"; done # 25 for 32K on an H200, 75 for 8K [d]
+  for policy in sluice tactic; do echo "prompt-$policy"; done # 3 each on an H200
   for way in device stream host; do echo "decode-handover-$way"; done # 40 each [b]
   for batch in 8x32K 32x8K 4x128K ragged; do echo "decode-batch-$batch"; done # 60 each [b]: as many tokens, two placements
   for what in lengths batch 512K; do echo "decode-near-$what"; done # 60 each [b]
@@ -117,6 +124,36 @@ decode_near() {
   decode_layer "$1" --policies "twilight;quest;sluice" --placements near $shape
 }
 
+# decode_batches NAME POLICIES SHAPE: everything near, as Tactic and Twilight were published; 64: most sequences.
+decode_batches() {
+  case $3 in
+    32K) shape="--length 8K,32K --rows 1,4,8,16 --layers 2" ;;
+    128K) shape="--length 128K --rows 1,4,16 --layers 1" ;;
+    64) shape="--length 8K,32K --rows 64 --layers 1" ;;
+  esac
+  # shellcheck disable=SC2086 # Options.
+  "$sluice" bench gpu --device "$device" --sections attention --placements near --steps 12 --warm-up 8 \
+    --policies "$2" $shape -o json --output "$out/$1.json"
+}
+
+# decode_tokens NAME LENGTH: whole models with everything near.
+decode_tokens() {
+  case $2 in
+    8K) batches=1,16,32 ;;
+    *) batches=1,8 ;;
+  esac
+  decode_model "$1" --structure narrow_slash --length "$2" --batch "$batches" --steps 12 --warm-up 8 \
+    --methods "dense;near/quest;near/twilight;near/tactic | int4"
+}
+
+# prompt NAME POLICY: a prompt's time to its first token, which k-means of its keys is a part of.
+prompt() {
+  awk -v tokens="${RECORD_PROMPT_TOKENS:-32700}" \
+    'BEGIN { srand(1); for (i = 0; i < tokens; ++i) print 1000 + int(rand() * 90000) }' >"$out/prompt.txt"
+  "$sluice" run --device "$device" --random-weights llama-3.1-8b --prompt-tokens "$out/prompt.txt" --max-tokens 4 \
+    --policy "$2" -o json --output "$out/$1.json" >/dev/null
+}
+
 # decode_memory NAME LENGTH-SIZE: sequences in a given device memory.
 decode_memory() {
   case $2 in
@@ -160,6 +197,15 @@ measure_speed() {
     # A layer beyond what it reads; the batches tell the rate at which device memory is read.
     decode-costs-8K) decode_layer "$1" --costs --policies sluice --length 8K --rows 1,8,32 --layers 32 ;;
     decode-costs-32K) decode_layer "$1" --costs --policies sluice --length 32K --rows 1,8 --layers 32 ;;
+    clusters)
+      "$sluice" bench prefill --device "$device" --structures vertical_slash --gammas "" --clusters 32 \
+        --length "$cluster_lengths" --chunk 128K --repeat 3 -o json --output "$out/$1.json"
+      ;;
+    decode-tactic-*) decode_batches "$1" "tactic | int4;tactic:mass=0.7 | int4" "${1#decode-tactic-}" ;;
+    decode-twilight-*) decode_batches "$1" "twilight;quest;quest:budget=8192" "${1#decode-twilight-}" ;;
+    decode-tokens-*) decode_tokens "$1" "${1#decode-tokens-}" ;;
+    prompt-tactic) prompt "$1" "tactic | int4" ;;
+    prompt-sluice) prompt "$1" sluice ;;
     decode-uniform)
       decode_layer "$1" --policies "sluice;$budget" --length 32K,128K --layers 8 --pattern uniform
       ;;

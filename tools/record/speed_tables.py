@@ -21,7 +21,7 @@ def everything(title):
         print(title + "\n")
         keys = [key for key in unique(key for row in found for key in row)
                 if any(row.get(key) is not None for row in found)]
-        table(keys, [[f"{row[key]:.4g}" if isinstance(row.get(key), float) else str(row.get(key, "")) for key in keys]
+        table(keys, [[f"{row[key]:.4g}" if isinstance(row.get(key), float) else str(row.get(key, "")).replace("|", "\\|") for key in keys]
                      for row in found])
     return show
 
@@ -116,6 +116,8 @@ PRINTERS = [("core-kernels", "kernels", everything("One core: kernels")),
             ("question-seen", "eval", print_cost), ("dtype-", "eval", print_cost), ("recall-", "eval", print_cost),
             ("psa-", "eval", print_cost),
             ("ablation", "pipeline", print_ablation), ("plan", "compared", print_plan), ("serve", "serve", print_serve), ("serve", "held", print_held),
+            ("clusters", "clusters", everything("K-means of a prompt's keys, one layer")),
+            ("prompt-", "run", everything("A prompt's time to its first token")),
             ("decode-costs-", "costs", print_layer_costs),
             ("decode-", "attention", print_layer), ("decode-", "decode", print_model),
             *[("model-" + name, "models", everything("Models of transformers: " + name))

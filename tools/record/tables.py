@@ -234,6 +234,30 @@ def print_recall(found):
            for r in found])
 
 
+def print_tactic(found):
+    """Of heads and curves the picture."""
+    def print_kind(kind, title, *columns):
+        own = [row for row in found if row["what"] == kind]
+        print(title + "\n")
+        table([key for key, _ in columns], [[cell(row[key], form) for key, form in columns] for row in own])
+
+    print_kind("fit", "Tactic of a query head by itself", ("target", "{:.2f}"), ("tokens", "{:.0f}"), ("mass", "{:.3f}"),
+               ("reached_share", "{:.1%}"))
+    print_kind("order", "Softmax mass of the first tokens of an order", ("order", "{}"), ("tokens", "{}"),
+               ("mass", "{:.3f}"))
+    print_kind("distance", "Error of the output, by a number of tokens and by a share", ("by", "{}"), ("limit", "{}"),
+               ("tokens", "{:.0f}"), ("error_mean", "{:.3f}"), ("error_p95", "{:.3f}"), ("of_bound_worst", "{:.2f}"))
+    print_kind("union", "Tokens that a group's heads take apart and together", ("target", "{:.2f}"),
+               ("tokens_apart", "{:.0f}"), ("tokens_together", "{:.0f}"))
+
+
+def print_selectors(found):
+    print("Selectors before Twilight's pruner\n")
+    table(["selector", "top-p", "tokens", "of a group", "mass", "pruned"],
+          [[r["selector"], cell(r["top_p"]), cell(r["tokens"], "{:.0f}"), cell(r["tokens_group"], "{:.0f}"),
+            cell(r["mass"], "{:.3f}"), percent(r["pruned_share"])] for r in found])
+
+
 def print_machines(reports):
     """Parts may come from several machines, and figures of different machines do not compare."""
     machines = unique((r["host"].get("gpu") or "no GPU", r["host"]["cpu"], r["version"]) for r in reports.values())
@@ -260,6 +284,7 @@ def main():
                                ("prefill-by-row", "eval", print_chosen_prefill("Query blocks choose for themselves")),
                                ("prefill-by-chunk", "eval", print_chosen_prefill("Query blocks choose together")),
                                ("history", "eval", print_ablation("What of LFPS earns what")), ("tactic", "eval", print_sweep),
+                               ("targets", "eval", print_sweep),
                                ("estimates", "eval", print_ablation("Estimates: keys, and copies of 4 and 2 bits")),
                                ("text-", "text", print_text),
                                ("later-", "eval", print_tasks), ("later-", "lost", print_lost),
@@ -271,7 +296,9 @@ def main():
                                ("figure-pages", "pages", print_pages), ("figure-tokens", "tokens", print_tokens),
                                ("figure-recall", "recall", print_recall), ("figure-heads", "heads", print_heads),
                                ("figure-blocks", "blocks", print_blocks), ("figure-sparse", "sparse", print_sparse),
-                               ("figure-bits", "bits", print_bits), ("figure-codes", "codes", print_codes)]:
+                               ("figure-bits", "bits", print_bits), ("figure-codes", "codes", print_codes),
+                               ("figure-tactic", "tactic", print_tactic),
+                               ("figure-selectors", "selectors", print_selectors)]:
         found = rows(reports, prefix, name)
         if found:
             show(found)

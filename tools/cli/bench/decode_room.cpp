@@ -28,6 +28,7 @@ EngineOptions for_sequences(EngineOptions options, std::uint32_t sequences) {
   options.sequences *= sequences;
   options.largest.decode_rows *= sequences;
   options.cpu_sequences *= sequences;
+  options.cluster_sequences *= sequences;
   return options;
 }
 

@@ -40,6 +40,7 @@ int run(BenchPrefillOptions options) {
                            {"lines", options.flex.lines},
                            {"flattened", options.flex.flattened},
                            {"chunk", options.chunk},
+                           {"clusters", options.clusters},
                            {"layers", shape.layers},
                            {"page_tokens", options.page_tokens},
                            {"dtype", to_string(options.dtype)},
@@ -48,6 +49,7 @@ int run(BenchPrefillOptions options) {
                            {"seed", options.seed},
                            {"device", bench.device().name}}};
   report.tables.push_back(bench.take());
+  if (options.clusters != 0) report.tables.push_back(bench.take_clusters());
   return deliver(report, options.output.format, target);
 }
 
@@ -71,6 +73,10 @@ void add_bench_prefill(CLI::App& bench, int& exit_code) {
   add_flexprefill_flags(*command, options->flex);
   add_count(*command, "--chunk", options->chunk, "Longer prompts are also attended in chunks of so many tokens",
             {.least = 1, .most = 1 << 20});
+  add_count(*command, "--clusters", options->clusters,
+            "Also k-means of the prompts' keys in clusters of so many tokens, as `tactic | int4` does behind a prompt "
+            "(32 there); 0: none",
+            {.most = 1024});
   add_count(*command, "--page-tokens", options->page_tokens, "Tokens per page", {.least = 8, .most = 256});
   add_dtype(*command, "--dtype", options->dtype, "Element type of queries, keys, values and outputs");
   add_count(*command, "--threads", options->threads, "Threads of host work; 0: all cores", {.most = 4096});

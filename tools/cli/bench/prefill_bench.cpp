@@ -12,6 +12,7 @@
 #include "tools/cli/bench/batch_rows.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/prefill_automatic.hpp"
+#include "tools/cli/bench/prefill_clusters.hpp"
 #include "tools/cli/prefill_flags.hpp"
 #include "tools/cli/text/interrupt.hpp"
 #include "tools/cli/text/values.hpp"
@@ -120,6 +121,18 @@ void PrefillBench::make_table() {
                         {"coverage_p5", "p5", 3},
                         {"output_error", "error", 4},
                         {"query_aware_share", "query-aware", 1, Show::percent}}};
+  clusters_ = {.key = "clusters",
+               .title =
+                   "K-means of the keys of one layer of prompts, all KV heads (median; as `tactic | int4` has it once "
+                   "behind a prompt; of dense: its time, as a share of that of dense attention)",
+               .columns = {{"structure", "structure"},
+                           {"length_tokens", "length"},
+                           {"rows", "rows"},
+                           {"clusters", "clusters of a head"},
+                           {"iterations", "iterations, most"},
+                           {"cluster_ms", "k-means ms", 3},
+                           {"dense_ms", "dense ms", 3},
+                           {"of_dense_share", "of dense", 1, Show::percent}}};
 }
 
 void PrefillBench::run(PromptStructure structure, std::uint32_t length, std::uint32_t rows, const std::string& name) {
@@ -143,6 +156,7 @@ void PrefillBench::run(PromptStructure structure, std::uint32_t length, std::uin
     prompts.checks.push_back(std::make_unique<PrefillCheck>(*prompts.layers.back(), *device_, *stream_, *workers_));
   }
   run(prompts, length);
+  if (options_.clusters != 0) run_clusters(prompts);
   if (options_.chunk < length) run(prompts, options_.chunk);
 }
 
@@ -165,6 +179,17 @@ void PrefillBench::run(const Prompts& prompts, std::uint32_t chunk) {
     add_row(prompts, chunk, to_text({.mode = PrefillMode::automatic, .flex = spec}),
             automatic(batch, dense.cells, cells));
   }
+}
+
+void PrefillBench::run_clusters(const Prompts& prompts) {
+  PrefillClusters clusters(prompts.layers, options_.clusters, *device_, *stream_);
+  clusters.cluster();
+  clusters.require();
+  PrefillBatch batch(prompts.layers, prompts.length, *device_, *stream_);
+  const double dense = batch.time(samples_, [&] { batch.attend(); });
+  const double ms = batch.time(samples_, [&] { clusters.cluster(); });
+  clusters_.rows.push_back({to_string(prompts.structure), prompts.length, prompts.layers.size(), clusters.clusters(),
+                            ClusterOptions{}.iterations, ms, dense, ms / dense});
 }
 
 std::vector<Json> PrefillBench::automatic(const PrefillBatch& batch, const std::vector<Json>& dense,

@@ -31,6 +31,7 @@ struct BenchPrefillOptions {
   std::string gammas = "0.9,0.95";
   FlexPrefillSpec flex;
   std::uint32_t chunk = 8192;
+  std::uint32_t clusters = 0;  ///< tokens of a cluster; 0: none are made
   std::uint32_t page_tokens = EngineOptions{}.page_tokens;
   DType dtype = EngineOptions{}.kv_dtype;
   std::uint32_t threads = 0;
@@ -52,6 +53,8 @@ class PrefillBench {
   void run(ProgressBar& bar);
 
   [[nodiscard]] Table take() { return std::move(table_); }
+  /// What k-means of the prompts' keys takes; no rows unless it is asked for.
+  [[nodiscard]] Table take_clusters() { return std::move(clusters_); }
   [[nodiscard]] const DeviceInfo& device() const noexcept { return device_->info(); }
   [[nodiscard]] std::uint32_t samples() const noexcept { return samples_; }
   [[nodiscard]] const std::vector<std::uint32_t>& lengths() const noexcept { return lengths_; }
@@ -83,6 +86,7 @@ class PrefillBench {
   void make_table();
   void run(PromptStructure structure, std::uint32_t length, std::uint32_t rows, const std::string& name);
   void run(const Prompts& prompts, std::uint32_t chunk);
+  void run_clusters(const Prompts& prompts);
   /// The row of `auto`, put together from those of dense attention and of a choice in every chunk: averages over the
   /// layers of a model, where every chunk has its share of the measured times by its work.
   [[nodiscard]] std::vector<Json> automatic(const PrefillBatch& batch, const std::vector<Json>& dense,
@@ -105,6 +109,7 @@ class PrefillBench {
   std::vector<FlexPrefillSpec> specs_;
   std::vector<PromptStructure> structures_;
   Table table_;
+  Table clusters_;
 };
 
 }  // namespace sluice::tools
