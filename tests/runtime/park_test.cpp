@@ -106,7 +106,7 @@ TEST_CASE("what a parked sequence says of itself is held against what there is, 
       [](auto& h) { h.sparse = 12; },
       [](auto& h) { h.tail_begin = h.tail_end + 1; },
       [](auto& h) { h.tail_end = 13; },
-      [](auto& h) { h.prefill.mode = static_cast<PrefillMode>(3); },
+      [](auto& h) { h.prefill.mode = static_cast<PrefillMode>(5); },
       [](auto& h) { h.prefill.flex.gamma = std::numeric_limits<float>::quiet_NaN(); },
       [](auto& h) { h.balance = std::numeric_limits<double>::quiet_NaN(); },
       [](auto& h) {
@@ -114,7 +114,9 @@ TEST_CASE("what a parked sequence says of itself is held against what there is, 
       },
       [](auto& h) { h.model = std::string(5000, 'm'); },
       [](auto& h) { h.passed = 8; },
-      [](auto& h) { h.windows = {1, 2}; },
+      [](auto& h) {
+        h.windows = {1, 2};
+      },
       [](auto& h) { h.policy = std::string(70'000, ' '); },
   };
   for (std::size_t i = 0; i < corrupt.size(); ++i) {
