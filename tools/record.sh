@@ -97,8 +97,8 @@ estimates="$estimates;exact | hadamard | top_k=128 | $always;exact | channels=16
 chunks='1024 2048 4096 8192'
 # Prompts by other papers: StreamingLLM and MInference with about as many blocks as FlexPrefill computes at gamma 0.9 of a prompt of
 # 8K tokens, and with their own sizes, which are for longer ones.
-others='streaming@512+1024,minference@vertical_slash:640+640,minference@block_sparse:1280'
-others="$others,minference@best:640+640+512+1024+1280"
+others='streaming@512+1024,minference@vertical_slash:1280+1280,minference@block_sparse:1280'
+others="$others,minference@best:1280+1280+512+1024+1280"
 papers_own='streaming@1024+8192,minference,minference@block_sparse,minference@best'
 # Tasks whose answers are held against those of dense attention, and near memory of a recall cache, percent.
 paired='kv multi table near_keys turns count long_copy'
@@ -146,6 +146,7 @@ parts() {
   for lengths in $prefill_lengths; do echo "prefill-tasks-$lengths"; done
   for lengths in $prefill_lengths; do echo "prefill-others-$lengths"; done
   echo prefill-papers
+  echo prefill-text
   for structure in vertical_slash query_aware uniform; do echo "prefill-layer-$structure"; done
   for structure in vertical_slash query_aware; do echo "prefill-patterns-$structure"; done
   for size in $chunks; do echo "prefill-chunk-$size"; done
@@ -233,6 +234,12 @@ measure() {
       ;;
     prefill-papers)
       eval_tasks "$1" niah,multikey,kv "${RECORD_LONG:-32000}" "$count" 0 full --prefill "full,flexprefill@0.95,$papers_own"
+      ;;
+    # Answers after dense decoding hardly tell ways to prefill apart: how well the rest of a text is foreseen.
+    prefill-text)
+      cat "$root"/docs/*.md >"$out/text.txt"
+      eval_tasks "$1" "" "$short" "${RECORD_TEXTS:-4}" 0 full --prefill "full,flexprefill@0.9,flexprefill@0.95,$others,$papers_own" \
+        --text "$out/text.txt" --text-lengths "${RECORD_PREFILL_TEXT:-8K}" --text-tokens 129
       ;;
     prefill-patterns-*)
       "$sluice" bench prefill --device "$device" --length "${RECORD_PATTERN_LENGTHS:-$flex_length}" --repeat 3 \

@@ -108,6 +108,10 @@ TEST_CASE("what a parked sequence says of itself is held against what there is, 
       [](auto& h) { h.tail_end = 13; },
       [](auto& h) { h.prefill.mode = static_cast<PrefillMode>(5); },
       [](auto& h) { h.prefill.flex.gamma = std::numeric_limits<float>::quiet_NaN(); },
+      [](auto& h) { h.prefill = {.mode = PrefillMode::streaming, .streaming = {.window = 0}}; },
+      [](auto& h) {
+        h.prefill = {.mode = PrefillMode::minference, .minference = {.pattern = static_cast<HeadPattern>(4)}};
+      },
       [](auto& h) { h.balance = std::numeric_limits<double>::quiet_NaN(); },
       [](auto& h) {
         h.rests = {1, 2};
