@@ -1,6 +1,7 @@
 // What a row that chooses attends: pages are ranked, tokens estimated and chosen, and what is chosen is told apart,
 // near rows here and far rows there.
 #include <algorithm>
+#include <bit>
 #include <vector>
 
 #include "cpu/backend/verbs.hpp"
@@ -17,11 +18,31 @@ std::uint32_t token_of(const ForwardMemory& m, const ForwardRow& row, const std:
   return ranked[i / m.layout.page_tokens] * m.layout.page_tokens + i % m.layout.page_tokens;
 }
 
+/// A bit for each of a row's tokens.
+class Marks {
+ public:
+  explicit Marks(std::uint32_t tokens) : words_(div_up(tokens, 64)) {}
+  void set(std::uint32_t token) noexcept { words_[token / 64] |= std::uint64_t{1} << token % 64; }
+  void set(std::uint32_t begin, std::uint32_t end) noexcept {
+    for (; begin < end; ++begin) set(begin);
+  }
+  template <class Body>
+  void for_each(const Body& body) const {
+    for (std::uint32_t i = 0; i < words_.size(); ++i) {
+      for (std::uint64_t word = words_[i]; word != 0; word &= word - 1)
+        body(i * 64 + static_cast<std::uint32_t>(std::countr_zero(word)));
+    }
+  }
+
+ private:
+  std::vector<std::uint64_t> words_;
+};
+
 /// What query head `h` of all rows' has chosen, whose pages are `ranked`.
 void mark_head(const ForwardMemory& m, const ForwardRow& row, std::uint64_t h, const std::uint32_t* ranked,
-               std::vector<bool>& marks) {
+               Marks& marks) {
   const ForwardCandidates candidates = candidates_of(m, row);
-  const auto set = [&](std::uint32_t value) { marks[token_of(m, row, ranked, value)] = true; };
+  const auto set = [&](std::uint32_t value) { marks.set(token_of(m, row, ranked, value)); };
   for (std::uint32_t i = 0; i < row.picks; ++i) set(candidates.begin + m.picks[h * m.max_picks + i]);
   const bool whole_pages = row.in_pages() && !row.ranks();
   for (std::uint32_t i = candidates.begin; i < candidates.end && (row.mass > 0.f || whole_pages); ++i) {
@@ -30,15 +51,35 @@ void mark_head(const ForwardMemory& m, const ForwardRow& row, std::uint64_t h, c
 }
 
 /// Tokens that some head of the group attends.
-void mark(const ForwardMemory& m, const ForwardRow& row, std::uint32_t index, std::vector<bool>& marks) {
-  marks.assign(row.tokens, false);
-  std::fill_n(marks.begin(), row.sink_end, true);
-  std::fill(marks.begin() + row.recent_begin, marks.end(), true);
-  if (row.asks != 0) return;
+Marks marks_of(const ForwardMemory& m, const ForwardRow& row, std::uint32_t index) {
+  Marks marks(row.tokens);
+  marks.set(0, std::min(row.sink_end, row.tokens));
+  marks.set(row.recent_begin, row.tokens);
+  if (row.asks != 0) return marks;
   const std::uint32_t* const ranked = m.ranked_of(index, false);
   for (std::uint32_t h = 0; h < m.shape.group(); ++h)
     mark_head(m, row, first_head(m, index) + h, row.in_pages() ? ranked + std::uint64_t{h} * row.page_picks : nullptr,
               marks);
+  return marks;
+}
+
+/// A list's rows, told apart; the far ones, which are counted where a late worker may look, are returned.
+std::uint32_t tell_apart(const ForwardMemory& m, const ForwardRow& row, std::uint32_t plane, std::uint32_t index) {
+  const std::uint64_t room = m.list_room();
+  std::uint32_t near = 0;
+  std::uint32_t far = 0;
+  marks_of(m, row, index).for_each([&](std::uint32_t token) {
+    const std::uint32_t at = m.row_of(row.list, token);
+    if (const std::uint32_t place = m.near_row_of(plane, at); place != kNone) {
+      if (m.keeps_near(row)) m.near_rows[m.near_row(plane, place)].used = static_cast<std::uint32_t>(m.state->forward);
+      m.near_lists[index * room + near++] = m.near_entry(plane, place);
+    } else {
+      m.far_rows[index * room + far++] = at;
+      m.far_windows[index] |= !row.whole() && row.in_window(token) ? 1 : 0;
+    }
+  });
+  m.near_counts[index] = near;
+  return far;
 }
 
 }  // namespace
@@ -96,46 +137,33 @@ void choose(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
   host.top_p(shares, nullptr);
 }
 
-void split(const ForwardMemory& m, std::uint32_t layer) {
+void split(const Workers& workers, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
-  const std::uint64_t room = m.list_room();
-  std::vector<bool> marks;
-  std::uint64_t in_place = 0;
-  std::uint32_t choices = 0;
   const std::uint32_t lists = m.bucket.decode_rows * m.shape.kv_heads;
   std::fill_n(m.near_counts, lists, 0);
   std::fill_n(m.far_windows, lists, 0);
-  const auto put_far_count = [&](std::uint32_t index, std::uint32_t count, std::uint32_t fetched) {
-    m.far_listed[index] = count;
-    if (m.fetches()) m.fetch_heads[index] = fetched != 0 ? ~0u : 0;
-    shared(m.far_counts[index]).store(count - fetched, std::memory_order_relaxed);  // A late worker may look.
+  const auto put_far_count = [](const ForwardMemory& of, std::uint32_t index, std::uint32_t count,
+                                std::uint32_t fetched) {
+    of.far_listed[index] = count;
+    if (of.fetches()) of.fetch_heads[index] = fetched != 0 ? ~0u : 0;
+    shared(of.far_counts[index]).store(count - fetched, std::memory_order_relaxed);  // A late worker may look.
   };
-  for (std::uint32_t i = 0; i < lists; ++i) put_far_count(i, 0, 0);
-  for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
-    mark(m, row, index, marks);
-    std::uint32_t near = 0;
-    std::uint32_t far = 0;
-    for (std::uint32_t token = 0; token < row.tokens; ++token) {
-      if (!marks[token]) continue;
-      const std::uint32_t plane = m.plane(layer, head);
-      const std::uint32_t at = m.row_of(row.list, token);
-      if (const std::uint32_t place = m.near_row_of(plane, at); place != kNone) {
-        if (m.keeps_near(row))
-          m.near_rows[m.near_row(plane, place)].used = static_cast<std::uint32_t>(m.state->forward);
-        m.near_lists[index * room + near++] = m.near_entry(plane, place);
-      } else {
-        m.far_rows[index * room + far++] = at;
-        m.far_windows[index] |= !row.whole() && row.in_window(token) ? 1 : 0;
-      }
-    }
-    m.near_counts[index] = near;
-    // Who chooses for a row adds to what it has.
-    const std::uint32_t fetched = row.asks == 0 ? m.fetched_of(far) : 0;
-    put_far_count(index, far, fetched);
-    in_place += far - fetched;
+  for (std::uint32_t i = 0; i < lists; ++i) put_far_count(m, i, 0, 0);
+  for_each_plane(
+      workers, m, layer,
+      [put_far_count](const ForwardMemory& of, const ForwardRow& row, std::uint32_t plane, std::uint32_t index) {
+        const std::uint32_t far = tell_apart(of, row, plane, index);
+        // Who chooses for a row adds to what it has.
+        put_far_count(of, index, far, row.asks == 0 ? of.fetched_of(far) : 0);
+      });
+  std::uint64_t in_place = 0;
+  std::uint32_t choices = 0;
+  for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t, std::uint32_t index) {
+    const std::uint32_t fetched = row.asks == 0 ? m.fetched_of(m.far_listed[index]) : 0;
+    in_place += m.far_listed[index] - fetched;
     m.state->fetched_tokens += fetched;
     choices += row.asks;
-    m.state->near_tokens += near;
+    m.state->near_tokens += m.near_counts[index];
   });
   m.state->far_tokens += in_place;
   if (in_place == 0 && choices == 0) return;

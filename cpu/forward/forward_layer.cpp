@@ -140,47 +140,87 @@ void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& m,
   }
 }
 
-void attend(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {
+void attend(const Workers& workers, const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
-  const std::uint64_t room = m.list_room();
-  std::vector<const std::byte*> rows;
-  for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
-    rows.clear();
-    for (std::uint32_t i = 0; i < m.near_counts[index]; ++i) {
-      rows.push_back(m.near + std::uint64_t{m.near_lists[index * room + i]} * m.layout.row_bytes());
-    }
-    attend_rows(kernels, m, index, rows);
-    if (row.drafts != 0) attend_edge(kernels, m, row, m.plane(layer, head), index);
-  });
+  for_each_plane(
+      workers, m, layer,
+      [&kernels](const ForwardMemory& of, const ForwardRow& row, std::uint32_t plane, std::uint32_t index) {
+        thread_local std::vector<const std::byte*> rows;
+        rows.clear();
+        for (std::uint32_t i = 0; i < of.near_counts[index]; ++i)
+          rows.push_back(of.near + std::uint64_t{of.near_lists[index * of.list_room() + i]} * of.layout.row_bytes());
+        attend_rows(kernels, of, index, rows);
+        if (row.drafts != 0) attend_edge(kernels, of, row, plane, index);
+      });
 }
 
-void attend_whole(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer) {
+namespace {
+
+/// How many of a row's tokens lie near, by its index.
+std::vector<std::uint32_t> count_near(const Workers& workers, const ForwardMemory& m, std::uint32_t layer) {
+  const Lent<std::vector<std::uint32_t>> counts(workers, m.bucket.decode_rows * m.shape.kv_heads);
+  for_each_plane(
+      workers, m, layer,
+      [all = counts->data()](const ForwardMemory& of, const ForwardRow& row, std::uint32_t plane, std::uint32_t index) {
+        for (std::uint32_t token = 0; token < row.tokens; ++token)
+          all[index] += of.near_row_of(plane, of.row_of(row.list, token)) != kNone ? 1 : 0;
+      });
+  return *counts;
+}
+
+/// All of a row's pages.
+void append_runs(const ForwardMemory& m, std::uint32_t tokens, std::vector<PageRun>& runs) {
+  const std::uint32_t page_tokens = m.layout.page_tokens;
+  for (std::uint32_t page = 0; page * page_tokens < tokens; ++page) {
+    const std::uint32_t end = std::min(page_tokens, tokens - page * page_tokens);
+    runs.push_back({.page = page, .begin = 0, .end = static_cast<std::uint16_t>(end)});
+  }
+}
+
+/// A query head's part of all keys to its output.
+void put_whole(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer, const ForwardRow& row,
+               std::uint32_t h, float* out, float lse) {
+  if (!(lse > kEmptyLse)) {  // Keys were attended and weigh nothing that is a number.
+    std::fill_n(out, m.shape.head_dim, kNaN);
+    lse = kNaN;
+  }
+  kernels_for(kernels, layer.out.dtype).narrow(out, layer.out.row(row.at, h), m.shape.head_dim);
+  if (layer.lse != nullptr) layer.lse[std::uint64_t{row.at} * layer.out.heads + h] = lse;
+}
+
+}  // namespace
+
+// What lies near lies in far memory, too, here as fast and page by page.
+void attend_whole(CoreVerbs& host, const Workers& workers, const Kernels& kernels, const ForwardMemory& m,
+                  const ForwardLayer& layer) {
   if (!runs(m)) return;
-  std::vector<const std::byte*> rows;
+  std::vector<std::uint32_t> near;
+  if (m.near_pages != 0) near = count_near(workers, m, layer.layer);
+  struct Pages {
+    std::vector<std::vector<PageRun>> runs;
+  };
+  const Lent<Pages> pages(workers);
+  pages->runs.resize(m.bucket.decode_rows);
+  std::vector<AttendTask> tasks;
   for_each_head(m, layer.layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
-    const std::uint32_t plane = m.plane(layer.layer, head);
-    std::uint32_t near = 0;
-    rows.clear();
-    for (std::uint32_t token = 0; token < row.tokens; ++token) {
-      const std::uint32_t at = m.row_of(row.list, token);
-      const std::uint32_t place = m.near_row_of(plane, at);
-      near += place != kNone ? 1 : 0;
-      rows.push_back(place != kNone ? m.near_key(plane, place) : m.far_key(plane, at));
-    }
-    m.state->near_tokens += near;
-    m.state->fetched_tokens += row.tokens - near;
-    attend_rows(kernels, m, index, rows);
+    std::vector<PageRun>& runs = pages->runs[index / m.shape.kv_heads];
+    if (runs.empty()) append_runs(m, row.tokens, runs);
     const std::uint64_t first = first_head(m, index);
+    AttendTask& task = tasks.emplace_back();
+    task.q = m.q + first * m.shape.head_dim;
+    task.kv = {
+        .base = m.far_block(m.plane(layer.layer, head), 0), .frames = m.list_of(row.list), .layout = m.far_layout};
+    task.runs = runs;
+    task.out = {.out = m.near_out + first * m.shape.head_dim, .lse = m.near_lse + first};
+    const std::uint32_t here = near.empty() ? 0 : near[index];
+    m.state->near_tokens += here;
+    m.state->fetched_tokens += row.tokens - here;
+  });
+  host.attend(tasks, m.shape, nullptr);
+  for_each_head(m, layer.layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     for (std::uint32_t g = 0; g < m.shape.group(); ++g) {
-      float* const out = m.near_out + (first + g) * m.shape.head_dim;
-      float lse = m.near_lse[first + g];
-      if (!(lse > kEmptyLse)) {  // Keys were attended and weigh nothing that is a number.
-        std::fill_n(out, m.shape.head_dim, kNaN);
-        lse = kNaN;
-      }
-      const std::uint32_t h = head * m.shape.group() + g;
-      kernels_for(kernels, layer.out.dtype).narrow(out, layer.out.row(row.at, h), m.shape.head_dim);
-      if (layer.lse != nullptr) layer.lse[std::uint64_t{row.at} * layer.out.heads + h] = lse;
+      const std::uint64_t h = first_head(m, index) + g;
+      put_whole(kernels, m, layer, row, head * m.shape.group() + g, m.near_out + h * m.shape.head_dim, m.near_lse[h]);
     }
   });
 }

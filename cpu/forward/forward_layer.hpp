@@ -7,6 +7,7 @@
 #include "cpu/backend/verbs.hpp"
 #include "cpu/kernels/kernels.hpp"
 #include "cpu/threads/workers.hpp"
+#include "sluice/core_verbs.hpp"
 #include "sluice/forward_verbs.hpp"
 #include "sluice/prefill_verbs.hpp"
 #include "sluice/select_verbs.hpp"
@@ -32,6 +33,26 @@ void for_each_head(const ForwardMemory& m, std::uint32_t layer, const Body& body
     const ForwardRow row = m.rows[r].in(layer, m.window);
     for (std::uint32_t h = 0; h < m.shape.kv_heads; ++h) body(row, h, r * m.shape.kv_heads + h);
   }
+}
+
+/// body(memory, row, plane, index) likewise, for all rows of a KV head by one thread: it alone changes what the head's
+/// plane keeps of near rows. `body` is copied, and refers to nothing but the memory of the forward.
+template <class Body>
+void for_each_plane(const Workers& workers, const ForwardMemory& memory, std::uint32_t layer, const Body& body) {
+  std::uint64_t tokens = 0;
+  for_each_head(memory, layer, [&](const ForwardRow& row, std::uint32_t, std::uint32_t) { tokens += row.tokens; });
+  // A token is looked at once, and is a bit or a row: enough of them are worth waking others for.
+  constexpr std::uint64_t kBytesOfToken = 8;
+  const Lent<ForwardMemory> lent(workers, memory);
+  for_each_unit(workers, memory.shape.kv_heads, tokens * kBytesOfToken,
+                [all = lent.get(), layer, body](std::uint32_t head) {
+                  const ForwardMemory& m = *all;
+                  const std::uint32_t plane = m.plane(layer, head);
+                  for (std::uint32_t r = 0; r < m.bucket.decode_rows; ++r) {
+                    if (m.rows[r].list != kNone)
+                      body(m, m.rows[r].in(layer, m.window), plane, r * m.shape.kv_heads + head);
+                  }
+                });
 }
 
 /// First of the group's query heads, over all rows that choose.
@@ -67,9 +88,11 @@ void choose(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer)
 void choose_clusters(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
 /// Outside of layers.
 void cluster(SelectVerbs& host, const ForwardMemory& memory, const ForwardClustering& clustering);
-void split(const ForwardMemory& memory, std::uint32_t layer);
-void attend(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
-void attend_whole(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
+void split(const Workers& workers, const ForwardMemory& memory, std::uint32_t layer);
+void attend(const Workers& workers, const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
+/// `workers`: of `host`.
+void attend_whole(CoreVerbs& host, const Workers& workers, const Kernels& kernels, const ForwardMemory& memory,
+                  const ForwardLayer& layer);
 /// Queries of rows that choose, or of teams, to both sides.
 void append_queries(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 /// Of a team what some of its rows see and others do not, into what it has attended near.

@@ -166,13 +166,15 @@ void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer
   });
 }
 void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(memory, layer.stream, "split", [memory, at = layer.layer] { cpu::split(memory, at); });
+  queue(memory, layer.stream, "split", [this, memory, at = layer.layer] { cpu::split(workers_, memory, at); });
 }
 void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(memory, layer.stream, "attend", [this, memory, at = layer.layer] { cpu::attend(kernels_, memory, at); });
+  queue(memory, layer.stream, "attend",
+        [this, memory, at = layer.layer] { cpu::attend(workers_, kernels_, memory, at); });
 }
 void ForwardVerbs::attend_whole(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(memory, layer.stream, "attend_whole", [this, memory, layer] { cpu::attend_whole(kernels_, memory, layer); });
+  queue(memory, layer.stream, "attend_whole",
+        [this, memory, layer] { cpu::attend_whole(host_, workers_, kernels_, memory, layer); });
 }
 void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "promote", [this, memory, at = layer.layer] { cpu::promote(kernels_, memory, at); });

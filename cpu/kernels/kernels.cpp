@@ -73,6 +73,17 @@ const Kernels& winner() {
   return *best;
 }
 
+#ifdef SLUICE_CPU_X86
+const Kernels& avx512_kernels() {
+  static const Kernels kernels = [] {
+    Kernels all = kAvx512Kernels;
+    if (__builtin_cpu_supports("avx512vnni")) all.score_int4 = score_int4_vnni;
+    return all;
+  }();
+  return kernels;
+}
+#endif
+
 }  // namespace
 
 std::vector<const Kernels*> available_kernels() {
@@ -83,7 +94,7 @@ std::vector<const Kernels*> available_kernels() {
     found.push_back(&kAvx2Kernels);
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq")) {
-      found.push_back(&kAvx512Kernels);
+      found.push_back(&avx512_kernels());
     }
   }
 #endif

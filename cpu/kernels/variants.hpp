@@ -10,4 +10,7 @@ extern const Kernels kGenericKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 
+/// Of CPUs with AVX-512 that multiply bytes: takes the place of kAvx512Kernels.score_int4.
+void score_int4_vnni(const ScoreInt4Rows& args) noexcept;
+
 }  // namespace sluice::cpu

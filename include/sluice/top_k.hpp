@@ -78,19 +78,32 @@ inline std::uint32_t sampled_floor(const float* values, std::uint32_t count, std
 
 using RankedPlaces = std::vector<std::pair<std::uint32_t, std::uint32_t>>;  // (index, key)
 
+/// Which of kTopKChunk keys reach the floor, a bit each: compared as vectors, whose bytes of ones are then gathered
+/// eight at a time by a product.
+inline std::uint64_t reaching(const std::uint32_t* keys, std::uint32_t floor) {
+  constexpr std::uint64_t kGather = 0x0102'0408'1020'4080u;
+  std::array<std::uint8_t, kTopKChunk> reach;
+  for (std::uint32_t i = 0; i < kTopKChunk; ++i) reach[i] = keys[i] >= floor ? 1 : 0;
+  std::uint64_t mask = 0;
+  for (std::uint32_t i = 0; i < kTopKChunk; i += 8) {
+    std::uint64_t eight = 0;
+    for (std::uint32_t byte = 0; byte < 8; ++byte) eight |= std::uint64_t{reach[i + byte]} << 8 * byte;
+    mask |= (eight * kGather >> 56) << i;
+  }
+  return mask;
+}
+
 inline void reach(const float* values, std::uint32_t count, std::uint32_t floor, RankedPlaces& reached) {
-  std::size_t found = 0;
-  for_each_chunk(values, count, [&](std::uint32_t first, const std::uint32_t* keys, std::uint32_t some) {
-    std::uint32_t hits = 0;
-    for (std::uint32_t i = 0; i < some; ++i) hits += keys[i] >= floor ? 1u : 0u;
-    if (hits == 0) return;
-    if (reached.size() < found + kTopKChunk) reached.resize(2 * found + kTopKChunk);
-    for (std::uint32_t i = 0; i < some; ++i) {
-      reached[found] = {first + i, keys[i]};  // Kept if it counts: which do cannot be predicted.
-      found += keys[i] >= floor ? 1 : 0;
+  reached.clear();
+  for_each_chunk(values, count, [&](std::uint32_t first, std::uint32_t* keys, std::uint32_t some) {
+    std::fill(keys + some, keys + kTopKChunk, 0u);
+    std::uint64_t mask = reaching(keys, floor);
+    if (some < kTopKChunk) mask &= (std::uint64_t{1} << some) - 1;
+    for (; mask != 0; mask &= mask - 1) {  // Few, of a floor that is near the k-th largest.
+      const auto i = static_cast<std::uint32_t>(std::countr_zero(mask));
+      reached.emplace_back(first + i, keys[i]);
     }
   });
-  reached.resize(found);
 }
 
 /// The largest of a long row: those that reach a floor are put aside, and the best of these found. The floor is a

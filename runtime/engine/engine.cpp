@@ -44,9 +44,11 @@ std::uint32_t node_of(const cpu::Topology& topology, const Device& device) {
   return topology.nearest_node(device.info().pci_bus_id).value_or(0);
 }
 
-runtime::FarWorkersOptions far_options(const EngineOptions& options, bool embedded) {
+runtime::FarWorkersOptions far_options(const EngineOptions& options, bool own_processor) {
   return {.threads = options.threads,
-          .spare = embedded ? 0u : 1u,  // Who drives a GPU wants a core for itself; else the caller only waits.
+          // Who drives a GPU wants a core for itself; else the caller only waits, and cores are the device's, too: with
+          // none spared nobody spins on them.
+          .spare = own_processor ? 1u : 0u,
           .pin = options.pin_threads,
           .jobs = options.cpu_sequences != 0 || options.largest.audit,
           .timeout = options.answer_timeout,
@@ -118,7 +120,7 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       watchdog(options.handover == Handover::stream
                    ? std::make_unique<runtime::AnswerWatchdog>(mailbox(), options.answer_timeout)
                    : nullptr),
-      far(memory.largest(), choice, far_notes, far_options(options, embedded != nullptr),
+      far(memory.largest(), choice, far_notes, far_options(options, device->info().own_processor),
           share_of(options, topology, node_of(topology, *device))) {
   options.largest = memory.largest().largest;  // As long as there is room for.
   copies.reserve(memory.copies());

@@ -62,10 +62,13 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   const bool dense = resolved.decode_rows != 0 && resolved.max_tokens <= options.dense_tokens &&
                      options.cpu_sequences == 0 && options.cluster_sequences == 0;
   if (dense) resolved.top_k = resolved.unbounded = resolved.pages = false;
-  // Where not all of them may be near the CPU attends in place; and far rows are counted in 31 bits, values among them.
+  // Where not all of them may be near the CPU attends in place, unless it is the device that does; and far rows are
+  // counted in 31 bits, values among them.
   const std::uint64_t page = options.page_tokens;
-  const bool fits = std::uint64_t{resolved.decode_rows} * resolved.max_tokens <= memory.largest().near_pages * page &&
-                    memory.largest().blocks * page <= std::uint64_t{1} << 30;
+  const std::uint64_t near = memory.largest().near_pages * page;
+  const bool fits =
+      (std::uint64_t{resolved.decode_rows} * resolved.max_tokens <= near || !device->info().own_processor) &&
+      memory.largest().blocks * page <= std::uint64_t{1} << 30;
   resolved.whole = dense && fits && options.windows.empty() && !resolved.audit && resolved.drafts == 1 &&
                    !memory.largest().far_layout.scaled();
   if (resolved.max_tokens % memory.largest().layout.page_tokens != 0)

@@ -10,16 +10,18 @@
 namespace sluice::scheduler {
 namespace {
 
-/// Nanoseconds for a token and KV head, of one core of an AMD EPYC with AVX-512 that did other work beside; by eye to
-/// the stages of one run of `taskset -c 1 sluice bench gpu --device host --sections attention --policies "sluice;full"
-/// --near 0 --layers 4 --trace FILE` at 2K, 8K and 32K tokens of four shapes. per_choice is a guess:
-/// these runs had 2.6, of a choice in several passes over the scores.
+/// Nanoseconds for a token and KV head, of one core of an AMD EPYC with AVX-512 that multiplies bytes; by eye to the
+/// stages of one run of `taskset -c 1 sluice bench gpu --device host --sections attention --near 0 --threads 1 --layers
+/// 8
+/// --trace FILE`, with `--dense-tokens 0` and 256K, at 2K, 8K and 32K tokens of three shapes.
 struct CoreCosts {
-  double per_kv_byte = 0.055;  ///< attended: its key and value are read
-  double per_product = 0.023;  ///< and multiplied, by each channel and query head
-  double per_copy = 10.0;      ///< estimated: the 4-bit copy is read
-  double per_estimate = 0.02;  ///< and multiplied
-  double per_choice = 0.7;     ///< each query head looks at its score
+  double per_kv_byte = 0.027;   ///< attended page by page: its key and value are read
+  double per_product = 0.02;    ///< and multiplied, by each channel and query head
+  double scattered = 3.0;       ///< times what a row takes that is attended by itself
+  double per_copy = 2.6;        ///< estimated: the 4-bit copy is read
+  double per_estimate = 0.005;  ///< and multiplied
+  double per_choice = 1.8;      ///< each query head looks at its score
+  double per_head = 3300.0;     ///< a query head's choice, of however many
 };
 
 class Costs {
@@ -32,6 +34,8 @@ class Costs {
     const double products = group * shape.head_dim;
     attend_ = core.per_kv_byte * static_cast<double>(2 * layout.row_bytes()) + core.per_product * products;
     choose_ = core.per_copy + core.per_estimate * products + core.per_choice * group;
+    scattered_ = core.scattered * attend_;
+    fixed_ = core.per_head * group;
   }
   /// Whether attending all of so many tokens takes no longer.
   [[nodiscard]] bool dense_pays(std::uint32_t tokens) const noexcept {
@@ -39,13 +43,13 @@ class Costs {
     const double window = 1.0 * policy_.near.sink_tokens + std::max(1u, policy_.near.recent_tokens);
     const double picks = 1.0 * shape_.group() * tokens_per_head(policy_, tokens, row);
     const double all = tokens;
-    return attend_ * all <= choose_ * all + attend_ * std::min(all, window + picks);
+    return attend_ * all <= fixed_ + choose_ * all + scattered_ * std::min(all, window + picks);
   }
 
  private:
   const PolicySpec& policy_;
   const AttentionShape& shape_;
-  double attend_ = 0.0, choose_ = 0.0;
+  double attend_ = 0.0, choose_ = 0.0, scattered_ = 0.0, fixed_ = 0.0;
 };
 
 }  // namespace

@@ -64,6 +64,7 @@ int run(const BenchGpuOptions& options) {
                            {"repeats", options.repeats},
                            {"promotions", options.promotions},
                            {"prefetch", split_list(options.prefetch)},
+                           {"page_tokens", options.page_tokens},
                            {"near", options.near_share},
                            {"dense_tokens", dense_tokens_json(options.dense_tokens.value_or(0))},
                            {"seed", options.seed},
@@ -87,7 +88,7 @@ int run(const BenchGpuOptions& options) {
       bench_gpu_pipeline(ready(), lengths, streamed, bar, report);
     } else {
       bar.update(0, 1, "kernels");
-      report.tables.push_back(bench_gpu_kernels(options.device, shape, kGpuPageTokens));
+      report.tables.push_back(bench_gpu_kernels(options.device, shape, options.page_tokens));
     }
   }
   return deliver(report, options.output.format, target);
@@ -116,6 +117,8 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
   command->add_option("--pattern", options->pattern, "Attention: structured (heavy tokens, slashes) or uniform (noise)")
       ->capture_default_str();
   add_sinks(*command, options->sinks);
+  add_count(*command, "--page-tokens", options->page_tokens, "Tokens per page, of policies that name none",
+            {.least = 8, .most = 256});
   add_kv_dtype(*command, "--kv-dtype", options->kv_dtype, "Element type of keys and values in host memory");
   add_count(*command, "--layers", options->layers, "Layers of a forward", {.least = 1, .most = 256});
   add_count(*command, "--threads", options->threads, "Threads that answer the far part; 0: the cores less one",

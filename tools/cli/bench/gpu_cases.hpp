@@ -12,6 +12,8 @@
 
 namespace sluice::tools {
 
+inline constexpr std::uint32_t kGpuPageTokens = 16;
+
 struct BenchGpuOptions {
   std::string shape_name = "llama-3.1-8b";
   AttentionShape shape{.layers = 1, .q_heads = 0, .kv_heads = 0, .head_dim = 0};  ///< zeros: from shape_name
@@ -34,6 +36,7 @@ struct BenchGpuOptions {
   std::uint32_t repeats = 1;
   std::uint32_t promotions = EngineOptions{}.promotions;
   std::string prefetch = "on,off";  ///< of the section `pipeline`
+  std::uint32_t page_tokens = kGpuPageTokens;  ///< of policies that name none
   double near_share = 0.05;
   std::optional<std::uint32_t> dense_tokens;  ///< none: 0
   std::uint32_t audited_steps = 4;
@@ -44,8 +47,6 @@ struct BenchGpuOptions {
   std::string trace;  ///< a file; empty: none
   OutputOptions output;
 };
-
-inline constexpr std::uint32_t kGpuPageTokens = 16;  ///< of policies that name none
 
 /// What a row of the table is of.
 struct GpuCase {

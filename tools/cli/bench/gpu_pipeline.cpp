@@ -152,7 +152,8 @@ class PipelineBench {
     const double tokens = rig_.mean_length(each.rows, length) + options_.warm_up + 0.5 * options_.steps;
     const double all = layers * each.rows * shape.kv_heads * tokens;
     const auto share = [&](std::uint64_t part, double of) { return of == 0.0 ? 0.0 : static_cast<double>(part) / of; };
-    const PageLayout layout{.page_tokens = kGpuPageTokens, .head_dim = shape.head_dim, .dtype = options_.kv_dtype};
+    const PageLayout layout{
+        .page_tokens = options_.page_tokens, .head_dim = shape.head_dim, .dtype = options_.kv_dtype};
     const double token_bytes = static_cast<double>(layout.page_bytes()) / layout.page_tokens;
     const double link_bytes = token_bytes * static_cast<double>(stats.fetched_tokens + stats.promoted) / layers;
     std::vector<Json> row{

@@ -37,7 +37,7 @@ Handover GpuRig::handover() const noexcept {
 }
 
 const scheduler::LaneRates& GpuRig::rates() {
-  const PageLayout layout{.page_tokens = kGpuPageTokens, .head_dim = shape_.head_dim, .dtype = options_.kv_dtype};
+  const PageLayout layout{.page_tokens = options_.page_tokens, .head_dim = shape_.head_dim, .dtype = options_.kv_dtype};
   if (!rates_) rates_ = measured_rates(device_.get(), layout.page_bytes(), options_.threads);
   return *rates_;
 }
@@ -46,7 +46,7 @@ void GpuRig::for_each_layer(std::uint32_t length, std::uint32_t steps, const std
                             const Use& use) {
   std::map<std::uint32_t, std::vector<GpuCase>> by_page;
   for (const GpuCase& each : cases)
-    by_page[each.spec.page_tokens == 0 ? kGpuPageTokens : each.spec.page_tokens].push_back(each);
+    by_page[each.spec.page_tokens == 0 ? options_.page_tokens : each.spec.page_tokens].push_back(each);
   for (const auto& [page_tokens, alike] : by_page) {
     SyntheticOptions synthetic{
         .shape = shape_,
