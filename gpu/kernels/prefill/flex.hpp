@@ -8,9 +8,8 @@
 
 #include "sluice/prefill_verbs.hpp"
 
-
-/// Choices of blocks, FlexPrefill's and others', as a chain of kernels. Only what they hand on lies in memory; no [rows, keys] matrix
-/// does, and no sum depends on the order in which threads run.
+/// Choices of blocks, FlexPrefill's and others', as a chain of kernels. Only what they hand on lies in memory; no
+/// [rows, keys] matrix does, and no sum depends on the order in which threads run.
 namespace sluice::gpu {
 
 /// Rows that stand for a chunk: its last ones.
