@@ -79,6 +79,8 @@ std::uint32_t mode_of(PrefillMode mode) noexcept {
     case PrefillMode::full: return SLUICE_PREFILL_FULL;
     case PrefillMode::flexprefill: return SLUICE_PREFILL_FLEX;
     case PrefillMode::automatic: return SLUICE_PREFILL_AUTOMATIC;
+    case PrefillMode::streaming:
+    case PrefillMode::minference: break;  // Baselines, of C++ alone.
   }
   return SLUICE_PREFILL_FULL;
 }

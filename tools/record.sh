@@ -16,6 +16,7 @@ RECORD_SWEEP_LENGTH=8192 RECORD_SWEEP_COUNT=4 RECORD_TEXT_LENGTHS="8K 32K" RECOR
 RECORD_NEEDLE_TOKENS=128K RECORD_NEEDLE_STEPS=8
 RECORD_LAYER_LENGTHS="32K 128K" RECORD_LAYER_STEPS=12 RECORD_PREFILL_LENGTHS="2K,8K 16K 32000" RECORD_PREFILL_LAYER=4K,...
 RECORD_ABLATION_LENGTHS=32K,128K (8K without a GPU) RECORD_CORE_LENGTHS=4K,8K,16K,32K,64K,128K RECORD_PLAN_LENGTHS=4K,16K,64K,128K (1K,4K without a GPU) RECORD_PLAN_LAYERS=32 (4)
+RECORD_PATTERN_LENGTHS=128K (8K without a GPU)
 RECORD_PYTHON=python3 (figures of the papers are parts where it has torch, transformers and matplotlib, models of transformers
 where it has the package, too, and torch a GPU)
 RECORD_FIGURES="--count 2 --steps 24" RECORD_PAIRS=32 RECORD_FLEX_LENGTH=128K (8K without a GPU)
@@ -96,6 +97,11 @@ estimates="exact | top_p=0.85 | $always;exact | int4 | top_p=0.85 | $always;exac
 estimates="$estimates;exact | int4 | top_p=0.95 | $always;exact | top_k=128 | $always;exact | int4 | top_k=128 | $always"
 estimates="$estimates;exact | hadamard | top_k=128 | $always;exact | channels=16 | top_k=128 | $always"
 chunks='1024 2048 4096 8192'
+# Prompts by other papers: StreamingLLM and MInference with about as many blocks as FlexPrefill computes at gamma 0.9 of a prompt of
+# 8K tokens, and with their own sizes, which are for longer ones.
+others='streaming@512+1024,minference@vertical_slash:1280+1280,minference@block_sparse:1280'
+others="$others,minference@best:1280+1280+512+1024+1280"
+papers_own='streaming@1024+8192,minference,minference@block_sparse,minference@best'
 # Tasks whose answers are held against those of dense attention, and near memory of a recall cache, percent.
 paired='kv multi table near_keys turns count long_copy'
 rooms='0 10 20 30 40 60'
@@ -106,14 +112,16 @@ layer_lengths=${RECORD_LAYER_LENGTHS:-32K 128K}
 if [ "$device" = host ]; then
   prefill_lengths=${RECORD_PREFILL_LENGTHS:-2K,8K}
   plan_lengths=${RECORD_PLAN_LENGTHS:-1K,4K} plan_layers=${RECORD_PLAN_LAYERS:-4} plan_short=2K
-  flex_length=${RECORD_FLEX_LENGTH:-8K} cluster_lengths=${RECORD_CLUSTER_LENGTHS:-2K,8K}
+  flex_length=${RECORD_FLEX_LENGTH:-8K} most='1024 2048 4096' patterns="$others"
+  cluster_lengths=${RECORD_CLUSTER_LENGTHS:-2K,8K}
   ablation_lengths=${RECORD_ABLATION_LENGTHS:-8K} ablation_layers=4
   serve="--random-weights tiny --threads 2 --kv-size 4M --host-size 12M --prompt 800 --answer 32 --batch 16
     --prefill-chunk 256 --rates 5,10,20,30,40,60,80 --seconds 6 --tbt-limit 100 --queue-limit 0.5"
 else
   prefill_lengths=${RECORD_PREFILL_LENGTHS:-2K,8K 16K 32000}
   plan_lengths=${RECORD_PLAN_LENGTHS:-4K,16K,64K,128K} plan_layers=${RECORD_PLAN_LAYERS:-32} plan_short=32K
-  flex_length=${RECORD_FLEX_LENGTH:-128K} cluster_lengths=${RECORD_CLUSTER_LENGTHS:-32K,64K,128K}
+  flex_length=${RECORD_FLEX_LENGTH:-128K} most='8192 16384 32768' patterns="$papers_own"
+  cluster_lengths=${RECORD_CLUSTER_LENGTHS:-32K,64K,128K}
   ablation_lengths=${RECORD_ABLATION_LENGTHS:-32K,128K} ablation_layers=8
   serve="--random-weights llama-3.1-8b --kv-size 4G --host-size 12G --prompt 8K --answer 128 --batch 16
     --prefill-chunk 1K --rates 0.5,1,1.5,2,2.5,3,4 --seconds 7 --tbt-limit 100 --queue-limit 2"
@@ -140,12 +148,17 @@ parts() {
     for length in $layer_lengths; do echo "layers-16-$length"; done
   fi
   for lengths in $prefill_lengths; do echo "prefill-tasks-$lengths"; done
+  for lengths in $prefill_lengths; do echo "prefill-others-$lengths"; done
+  echo prefill-papers
+  echo prefill-text
   for structure in vertical_slash query_aware uniform; do echo "prefill-layer-$structure"; done
+  for structure in vertical_slash query_aware; do echo "prefill-patterns-$structure"; done
   for size in $chunks; do echo "prefill-chunk-$size"; done
   # Query blocks do not choose together on a GPU.
   [ "$device" != host ] || for way in row chunk; do echo "prefill-by-$way"; done
   for gammas in low high; do echo "flex-gamma-$gammas"; done
   for budget in 128 1024 2048; do echo "flex-budget-$budget"; done
+  for budget in $most; do echo "flex-most-$budget"; done
   for tau in 0 0.1 0.2 0.3; do echo "flex-tau-$tau"; done
   for task in niah multikey kv; do echo "later-$task"; done
   echo question-seen
@@ -220,6 +233,23 @@ measure() {
       eval_tasks "$1" niah,multikey,kv "${rest#tasks-}" "$count" 0 full,sluice \
         --prefill full,flexprefill@0.9,flexprefill@0.95,auto
       ;;
+    # Baselines of FlexPrefill: which blocks others keep, what that costs, and whether answers stay right.
+    prefill-others-*)
+      eval_tasks "$1" niah,multikey,kv "${rest#others-}" "$count" 0 full --prefill "full,flexprefill@0.9,$others"
+      ;;
+    prefill-papers)
+      eval_tasks "$1" niah,multikey,kv "${RECORD_LONG:-32000}" "$count" 0 full --prefill "full,flexprefill@0.95,$papers_own"
+      ;;
+    # Answers after dense decoding hardly tell ways to prefill apart: how well the rest of a text is foreseen.
+    prefill-text)
+      cat "$root"/docs/*.md >"$out/text.txt"
+      eval_tasks "$1" "" "$short" "${RECORD_TEXTS:-4}" 0 full --prefill "full,flexprefill@0.9,flexprefill@0.95,$others,$papers_own" \
+        --text "$out/text.txt" --text-lengths "${RECORD_PREFILL_TEXT:-8K}" --text-tokens 129
+      ;;
+    prefill-patterns-*)
+      "$sluice" bench prefill --device "$device" --length "${RECORD_PATTERN_LENGTHS:-$flex_length}" --repeat 3 \
+        --structures "${rest#patterns-}" --gammas 0.9,0.95 --others "$patterns" -o json --output "$out/$1.json"
+      ;;
     prefill-layer-*)
       "$sluice" bench prefill --device "$device" --structures "${rest#layer-}" \
         ${RECORD_PREFILL_LAYER:+--length "$RECORD_PREFILL_LAYER"} -o json --output "$out/$1.json"
@@ -244,6 +274,7 @@ measure() {
     flex-gamma-low) flex "$1" --structures vertical_slash,query_aware --gammas 0.7,0.8,0.85 ;;
     flex-gamma-high) flex "$1" --structures vertical_slash,query_aware --gammas 0.9,0.95,0.97 ;;
     flex-budget-*) flex "$1" --structures vertical_slash --gammas 0.9 --min-budget "${rest#budget-}" ;;
+    flex-most-*) flex "$1" --structures query_aware,uniform --gammas 0.95 --max-budget "${rest#most-}" ;;
     flex-tau-*) flex "$1" --structures query_aware --gammas 0.95 --tau "${rest#tau-}" ;;
     question-seen) eval_tasks "$1" kv "$short" "$count" 8 "$later" --decode-prompt 1 ;;
     paired-*)

@@ -12,10 +12,6 @@
 namespace sluice::cpu {
 namespace {
 
-std::uint32_t blocks_of(std::uint32_t tokens) noexcept {
-  return static_cast<std::uint32_t>(div_up(tokens, kPrefillBlock));
-}
-
 /// The fewest lines, largest first, that hold a share of all weight: those above `least`, and so many that equal it.
 struct Fewest {
   float least = std::numeric_limits<float>::infinity();
@@ -96,10 +92,16 @@ BlockSet touched_blocks(std::span<const float> lines, std::span<const double> su
 ChunkGrid::ChunkGrid(std::uint32_t first, std::uint32_t count, const FlexPrefillSpec& spec) noexcept
     : top(first / kPrefillBlock),
       rows(prefill_blocks(first, count)),
-      blocks(blocks_of(first + count)),
+      blocks(prefill_blocks_of(first + count)),
       words(prefill_mask_words(first + count)),
-      least(std::max(1u, std::min(blocks_of(spec.min_budget), blocks))),
-      most(spec.max_budget == 0 ? blocks : std::clamp(blocks_of(spec.max_budget), least, blocks)) {}
+      least(std::max(1u, std::min(prefill_blocks_of(spec.min_budget), blocks))),
+      most(spec.max_budget == 0 ? blocks : std::clamp(prefill_blocks_of(spec.max_budget), least, blocks)) {}
+
+ChunkGrid::ChunkGrid(std::uint32_t first, std::uint32_t count, const PrefillSpec& spec) noexcept
+    : ChunkGrid(first, count,
+                spec.mode == PrefillMode::streaming || spec.mode == PrefillMode::minference
+                    ? FlexPrefillSpec{.min_budget = 0}
+                    : spec.flex) {}
 
 void soften(std::span<double> scores) noexcept {
   double top = -std::numeric_limits<double>::infinity();
@@ -145,7 +147,7 @@ BlockSet choose_lines(std::span<const float> lines, std::span<const double> sums
                       const FlexPrefillSpec& spec, const ChunkGrid& grid) {
   const Fewest chosen = fewest(lines, static_cast<double>(spec.gamma));
   if (spec.lines) return touched_blocks(lines, sums, kind, chosen, grid);
-  return largest_blocks(sums, std::clamp(blocks_of(chosen.count()), grid.least, grid.most));
+  return largest_blocks(sums, std::clamp(prefill_blocks_of(chosen.count()), grid.least, grid.most));
 }
 
 void write_lines(const BlockSet& columns, const BlockSet& offsets, const ChunkGrid& grid,

@@ -8,11 +8,13 @@
 
 namespace sluice::cpu {
 
-/// The parts of FlexPrefill's choice that know nothing of queries and keys, for one query head.
+/// The parts of a choice of blocks that know nothing of queries and keys, for one query head.
 
 /// The query blocks and key blocks of a chunk, and how many of a kind it takes at least and at most.
 struct ChunkGrid {
   ChunkGrid(std::uint32_t first, std::uint32_t count, const FlexPrefillSpec& spec) noexcept;
+  /// FlexPrefill's budgets are of its modes alone.
+  ChunkGrid(std::uint32_t first, std::uint32_t count, const PrefillSpec& spec) noexcept;
   /// The least is everything: there is nothing to choose.
   [[nodiscard]] bool everything() const noexcept { return blocks <= least; }
 

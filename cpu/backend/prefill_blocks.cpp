@@ -1,5 +1,6 @@
-// FlexPrefill's choice of blocks. What costs are the products of the representative queries with all keys, twice: once
-// for every row's maximum and sum, once for the attention itself, of which only a block exists at a time.
+// Choices of blocks: what chunks' newest queries attend, of which FlexPrefill and MInference choose. What costs are the
+// products of the representative queries with all keys, twice: once for every row's maximum and sum, once for the
+// attention itself, of which only a block exists at a time.
 
 #include <algorithm>
 #include <bit>
@@ -8,7 +9,7 @@
 #include <vector>
 
 #include "cpu/backend/backend.hpp"
-#include "cpu/backend/flex_choice.hpp"
+#include "cpu/backend/block_choice.hpp"
 #include "cpu/backend/prompt_rows.hpp"
 #include "cpu/backend/verbs.hpp"
 #include "cpu/threads/lent.hpp"
@@ -22,11 +23,11 @@ constexpr std::uint32_t kRangeKeys = 8 * kPrefillBlock;
 
 /// One task on its way to a choice.
 struct Chunk {
-  Chunk(const SelectBlocksTask& from, const FlexPrefillSpec& spec, std::uint32_t query_heads)
+  Chunk(const SelectBlocksTask& from, const PrefillSpec& spec, std::uint32_t query_heads)
       : task(&from),
         grid(from.first, from.count, spec),
         heads(query_heads),
-        rows(std::min(kPrefillBlock, from.count)),
+        rows(std::min(representative_rows(spec.mode), from.count)),
         keys(from.first + from.count),
         ranges(static_cast<std::uint32_t>(div_up(keys, kRangeKeys))),
         column_stride(div_up(keys, kPrefillKeys) * kPrefillKeys) {}
@@ -61,8 +62,8 @@ struct Piece {
 /// One call. Lent, for its bodies refer to it.
 class BlockSelection {
  public:
-  BlockSelection(const Workers& workers, const Kernels& kernels, const FlexPrefillSpec& spec,
-                 const PrefillShape& strides, const AttentionShape& shape)
+  BlockSelection(const Workers& workers, const Kernels& kernels, const PrefillSpec& spec, const PrefillShape& strides,
+                 const AttentionShape& shape)
       : workers_(workers), kernels_(kernels), spec_(spec), strides_(strides), shape_(shape) {}
 
   void run(std::span<const SelectBlocksTask> tasks) {
@@ -70,16 +71,21 @@ class BlockSelection {
     for (const SelectBlocksTask& task : tasks_) {
       if (task.count == 0) continue;
       Chunk chunk(task, spec_, shape_.group());
-      if (chunk.grid.everything()) {
+      if (chunk.grid.everything() && spec_.mode != PrefillMode::streaming && spec_.mode != PrefillMode::minference) {
         keep_everything(chunk);
       } else {
         chunks_.push_back(std::move(chunk));
       }
     }
-    for (Chunk& chunk : chunks_) prepare(chunk);
-    for_all(&Chunk::ranges, [this](Chunk& chunk, std::uint32_t range) { weigh(chunk, range); });
-    for (Chunk& chunk : chunks_) join_masses(chunk);
-    for_all(&Chunk::ranges, [this](Chunk& chunk, std::uint32_t range) { attend(chunk, range); });
+    const PromptLook needed = looks_at(spec_);
+    if (needed != PromptLook::nothing) {
+      for (Chunk& chunk : chunks_) prepare(chunk);
+      for_all(&Chunk::ranges, [this](Chunk& chunk, std::uint32_t range) { weigh(chunk, range); });
+    }
+    if (needed == PromptLook::attention) {
+      for (Chunk& chunk : chunks_) join_masses(chunk);
+      for_all(&Chunk::ranges, [this](Chunk& chunk, std::uint32_t range) { attend(chunk, range); });
+    }
     for_all(&Chunk::heads, [this](Chunk& chunk, std::uint32_t head) { choose(chunk, head); });
   }
 
@@ -220,42 +226,35 @@ class BlockSelection {
     return mean;
   }
 
-  void choose(const Chunk& chunk, std::uint32_t head) const {
-    const std::span<const float> columns(chunk.columns.data() + head * chunk.column_stride, chunk.keys);
-    const std::vector<float> diagonals = diagonals_of(chunk, head);
-    const std::vector<double> column_sums = block_sums(columns);
-    const std::vector<double> diagonal_sums = block_sums(diagonals);
-    const std::vector<double> query = mean_query(chunk, head, chunk.task->count - chunk.rows, chunk.rows);
-    PrefillChoice choice;
-    choice.divergence = static_cast<float>(jensen_shannon(pooled(chunk, query, chunk.grid.blocks), column_sums));
-    choice.query_aware = choice.divergence < spec_.tau ? 1u : 0u;
-    BlockSet v;
-    BlockSet o;
-    if (choice.query_aware != 0) {
-      v = largest_blocks(column_sums, chunk.grid.least);
-      o = largest_blocks(diagonal_sums, chunk.grid.least);
-    } else {
-      v = choose_lines(columns, column_sums, LineKind::column, spec_, chunk.grid);
-      o = choose_lines(diagonals, diagonal_sums, LineKind::diagonal, spec_, chunk.grid);
-    }
-    choice.columns = v.count;
-    choice.diagonals = o.count;
-    write_lines(v, o, chunk.grid, bits_of(chunk, head));
-    if (choice.query_aware != 0) add_pooled_rows(chunk, head);
-    report(chunk, head, choice);
+  [[nodiscard]] HeadLook look(const Chunk& chunk, std::uint32_t head) const {
+    HeadLook found{.grid = chunk.grid,
+                   .columns = {chunk.columns.data() + head * chunk.column_stride, chunk.keys},
+                   .diagonals = diagonals_of(chunk, head),
+                   .column_sums = {},
+                   .diagonal_sums = {},
+                   .pooled = {},
+                   .pooled_row = [&chunk, head, this](std::uint32_t row) { return pooled_row(chunk, head, row); }};
+    found.column_sums = block_sums(found.columns);
+    found.diagonal_sums = block_sums(found.diagonals);
+    found.pooled = [&chunk, head, this] {
+      const std::vector<double> query = mean_query(chunk, head, chunk.task->count - chunk.rows, chunk.rows);
+      return pooled(chunk, query, chunk.grid.blocks);
+    };
+    return found;
   }
 
-  /// What every query block's mean query attends of the mean keys.
-  void add_pooled_rows(const Chunk& chunk, std::uint32_t head) const {
-    std::uint32_t* bits = bits_of(chunk, head);
-    if (spec_.flattened) {
-      std::vector<std::vector<double>> all;
-      for (std::uint32_t row = 0; row < chunk.grid.rows; ++row) all.push_back(pooled_row(chunk, head, row));
-      return add_fewest_of_all(all, static_cast<double>(spec_.gamma), chunk.grid.words, bits);
+  void choose(const Chunk& chunk, std::uint32_t head) const {
+    std::uint32_t* const bits = bits_of(chunk, head);
+    if (spec_.mode == PrefillMode::streaming) {
+      return report(chunk, head, choose_streaming(chunk.grid, spec_.streaming, bits));
     }
-    for (std::uint32_t row = 0; row < chunk.grid.rows; ++row, bits += chunk.grid.words) {
-      add_fewest(pooled_row(chunk, head, row), static_cast<double>(spec_.gamma), chunk.grid.most, bits);
+    if (looks_at(spec_) == PromptLook::nothing) {
+      return report(chunk, head, choose_streaming(chunk.grid, spec_.minference.a_shape, bits));
     }
+    const HeadLook from = look(chunk, head);
+    report(chunk, head,
+           spec_.mode == PrefillMode::minference ? choose_minference(from, spec_.minference, bits)
+                                                 : choose_flexprefill(from, spec_.flex, bits));
   }
 
   /// Pooled attention of a query block of the chunk: [key blocks that it sees].
@@ -283,7 +282,7 @@ class BlockSelection {
 
   const Workers& workers_;
   const Kernels& kernels_;
-  FlexPrefillSpec spec_;
+  PrefillSpec spec_;
   PrefillShape strides_;
   AttentionShape shape_;
   std::vector<SelectBlocksTask> tasks_;
@@ -293,11 +292,13 @@ class BlockSelection {
 
 }  // namespace
 
-void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
+void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const PrefillSpec& spec,
                             const PrefillShape& strides, const AttentionShape& shape, Stream*) {
   if (tasks.empty()) return;
   check_tensor_type("select_blocks", strides.q_dtype);
   for (const SelectBlocksTask& task : tasks) check("select_blocks", shape, task.kv.layout);
+  if (spec.mode == PrefillMode::full)
+    throw Error(Errc::invalid_argument, "select_blocks: the mode is full, which chooses nothing; name another one");
   if (shape.softcap != 0.f)
     throw Error(Errc::unsupported, "select_blocks: scores are summed without a soft-cap; prefill densely");
   Lent<BlockSelection>(workers_, workers_, kernels_, spec, strides, shape)->run(tasks);

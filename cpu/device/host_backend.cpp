@@ -109,7 +109,7 @@ void HostBackend::prefill(std::span<const PrefillTask> tasks, const PrefillShape
   run_or_enqueue(stream, "prefill", [=, this] { cpu_.prefill(tasks, strides, shape, nullptr); });
 }
 
-void HostBackend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
+void HostBackend::select_blocks(std::span<const SelectBlocksTask> tasks, const PrefillSpec& spec,
                                 const PrefillShape& strides, const AttentionShape& shape, Stream* stream) {
   if (tasks.empty()) return;
   check(shape, tasks.front().kv.layout);

@@ -130,7 +130,7 @@ void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& m,
                                       .count = chunk.count,
                                       .blocks = blocks.data(),
                                       .choices = m.choices_of(m.state->forward, layer.layer, c) + head};
-        host.select_blocks({&choice, 1}, m.flex, strides, m.shape, nullptr);
+        host.select_blocks({&choice, 1}, m.prefill, strides, m.shape, nullptr);
         task.blocks = blocks.data();
       }
       host.prefill({&task, 1}, strides, m.shape, nullptr);

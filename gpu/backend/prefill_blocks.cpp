@@ -19,9 +19,10 @@ namespace {
 constexpr std::size_t kMaxItems = 65535;  ///< the largest second dimension of a grid
 
 /// The item without what its task points to.
-FlexItem describe(std::uint32_t first, std::uint32_t count, const AttentionShape& shape, Carver& scratch) {
+FlexItem describe(std::uint32_t first, std::uint32_t count, std::uint32_t most_rows, const AttentionShape& shape,
+                  Carver& scratch) {
   FlexItem item;
-  item.set_chunk(first, count);
+  item.set_chunk(first, count, most_rows);
   place_scratch(item, flex_room(item), shape, scratch);
   return item;
 }
@@ -60,8 +61,8 @@ std::size_t launchable(std::span<const SelectBlocksTask> tasks, std::uint64_t li
 
 /// Describes the tasks in pinned memory and has that copied to device memory, where every thread block reads it again.
 /// Returns the items there.
-const FlexItem* pack(std::span<const SelectBlocksTask> tasks, const AttentionShape& shape, FlexExtent& extent,
-                     CudaStream& stream) {
+const FlexItem* pack(std::span<const SelectBlocksTask> tasks, std::uint32_t most_rows, const AttentionShape& shape,
+                     FlexExtent& extent, CudaStream& stream) {
   std::uint64_t bytes = 0;
   for (const SelectBlocksTask& task : tasks) {
     bytes += item_bytes(task);
@@ -75,7 +76,7 @@ const FlexItem* pack(std::span<const SelectBlocksTask> tasks, const AttentionSha
   for (const SelectBlocksTask& task : tasks) {
     if (task.count == 0) continue;
     Carver scratch(task.scratch);
-    *item = describe(task.first, task.count, shape, scratch);
+    *item = describe(task.first, task.count, most_rows, shape, scratch);
     item->q = task.q;
     item->base = task.kv.base;
     item->frames = reinterpret_cast<const std::uint32_t*>(to + used);
@@ -111,26 +112,29 @@ void check_task(const SelectBlocksTask& task, const AttentionShape& shape, std::
   }
 }
 
-FlexArgs args_of(const SelectBlocksTask& task, const FlexPrefillSpec& spec, const PrefillShape& strides,
+FlexArgs args_of(const SelectBlocksTask& task, const PrefillSpec& spec, const PrefillShape& strides,
                  const AttentionShape& shape) {
-  return {.shape = strides,
-          .spec = spec,
-          .dtype = task.kv.layout.dtype,
-          .head_dim = shape.head_dim,
-          .group = shape.group(),
-          .score_scale = shape.score_scale()};
+  FlexArgs args{.shape = strides,
+                .dtype = task.kv.layout.dtype,
+                .head_dim = shape.head_dim,
+                .group = shape.group(),
+                .score_scale = shape.score_scale()};
+  args.set_spec(spec);
+  return args;
 }
 
 }  // namespace
 
-void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
+void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const PrefillSpec& spec,
                             const PrefillShape& strides, const AttentionShape& shape, Stream* stream) {
   if (tasks.empty()) return;
   CudaStream& queue = cuda_stream(stream, "select_blocks");
   const std::uint64_t limit = std::min(queue.params().largest(), CudaStream::kScratchBytes - CudaStream::kCounterBytes);
   check_tensor_type("select_blocks", strides.q_dtype);
   for (const SelectBlocksTask& task : tasks) check_task(task, shape, limit);
-  if (spec.flattened)
+  if (spec.mode == PrefillMode::full)
+    throw Error(Errc::invalid_argument, "select_blocks: the mode is full, which chooses nothing; name another one");
+  if (spec.flex.flattened && looks_at(spec) == PromptLook::attention && spec.mode != PrefillMode::minference)
     throw Error(Errc::unsupported,
                 "select_blocks: query blocks that choose together (flattened) are of the CPU alone; "
                 "let each choose for itself");
@@ -139,7 +143,7 @@ void Backend::select_blocks(std::span<const SelectBlocksTask> tasks, const FlexP
     tasks = tasks.subspan(now.size());
     FlexExtent extent;
     FlexArgs args = args_of(now.front(), spec, strides, shape);
-    args.items = pack(now, shape, extent, queue);
+    args.items = pack(now, representative_rows(spec.mode), shape, extent, queue);
     if (extent.items == 0) continue;
     // Boxes of the tensor copies hold whole tiles of pages, or pages whole tiles.
     const bool mapped = limits_.warpgroups && std::has_single_bit(now.front().kv.layout.page_tokens);
@@ -152,7 +156,7 @@ std::uint64_t Backend::select_blocks_scratch_bytes(std::uint32_t first, std::uin
                                                    const AttentionShape& shape) const {
   if (count == 0) return 0;
   Carver scratch(nullptr);
-  (void)describe(first, count, shape, scratch);
+  (void)describe(first, count, kFlexRows, shape, scratch);
   return scratch.used();
 }
 

@@ -1,4 +1,4 @@
-// Chunks of prompts in a forward: where their kernels work, dense or in blocks that FlexPrefill chooses.
+// Chunks of prompts in a forward: where their kernels work, dense or in chosen blocks.
 
 #include "gpu/backend/flex_room.hpp"
 #include "gpu/backend/verbs.hpp"
@@ -79,13 +79,13 @@ void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& laye
 /// Of every chunk, whether it chooses or not: what is launched follows from the bucket.
 void ForwardVerbs::choose_blocks(const ForwardMemory& memory, const PrefillStage& stage, const PrefillArgs& prompts,
                                  const ForwardLayer& layer) {
-  const FlexArgs args{.items = stage.choices,
-                      .shape = prompts.shape,
-                      .spec = memory.flex,
-                      .dtype = memory.layout.dtype,
-                      .head_dim = memory.shape.head_dim,
-                      .group = memory.shape.group(),
-                      .score_scale = prompts.score_scale};
+  FlexArgs args{.items = stage.choices,
+                .shape = prompts.shape,
+                .dtype = memory.layout.dtype,
+                .head_dim = memory.shape.head_dim,
+                .group = memory.shape.group(),
+                .score_scale = prompts.score_scale};
+  args.set_spec(memory.prefill);
   const FlexRoom room = flex_room(memory.bucket.max_tokens, memory.bucket.prefill_rows);
   const FlexExtent extent{.items = memory.bucket.prefills * memory.shape.kv_heads,
                           .splits = flex_most_splits(memory.bucket.max_tokens),

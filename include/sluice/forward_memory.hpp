@@ -45,7 +45,7 @@ struct ForwardMemory {
   std::uint32_t prefill_window = 0;     ///< tokens of keys that a chunk attends at a time, a multiple of page_tokens
   /// Chunks may choose blocks of keys, see ForwardChunk::sparse; then a window holds the longest sequence.
   bool sparse_prefill = false;
-  FlexPrefillSpec flex{};
+  PrefillSpec prefill{};  ///< how they do
   /// Of the far rows of a list that the device chose, those that it attends itself, over the link, of kWholeFetchShare;
   /// the CPU attends the others in place. The list's last ones, see fetched_of.
   std::uint32_t fetch_share = 0;

@@ -14,6 +14,8 @@ enum class PrefillMode : std::uint8_t {
   full,         ///< dense
   flexprefill,  ///< FlexPrefill: blocks of keys chosen per query head and chunk, see FlexPrefillSpec
   automatic,    ///< flexprefill where it pays: from the device's crossover length on, unless it keeps nearly all
+  streaming,    ///< StreamingLLM: the first and the newest tokens, whatever they say, see StreamingPrefillSpec
+  minference,   ///< MInference: a pattern per query head, as dense as it says, see MInferenceSpec
 };
 
 /// Queries and keys per block of FlexPrefill. Blocks lie on the grid of positions: block J holds the positions
@@ -41,9 +43,43 @@ struct FlexPrefillSpec {
   friend bool operator==(const FlexPrefillSpec&, const FlexPrefillSpec&) = default;
 };
 
+/// StreamingLLM (Xiao et al., ICLR 2024) as a mask over prompts, at original positions: every block of keys that the
+/// first `sinks` tokens, or any of the newest `window` of a query of the block, touch. The same for all heads, and
+/// for any chunks. As FlexPrefill's authors have it as a baseline.
+struct StreamingPrefillSpec {
+  std::uint32_t sinks = 1024;   ///< tokens; 0: none but those of the first block, which is always attended
+  std::uint32_t window = 8192;  ///< tokens, a query's own included; at least 1
+  friend bool operator==(const StreamingPrefillSpec&, const StreamingPrefillSpec&) = default;
+};
+
+/// What a query head of MInference attends.
+enum class HeadPattern : std::uint8_t {
+  vertical_slash,  ///< the columns and diagonals that the newest queries attend most
+  a_shape,         ///< the first and the newest tokens, see StreamingPrefillSpec
+  block_sparse,    ///< of every query block the key blocks that score highest by mean queries and mean keys
+  /// Each head and chunk for itself: the first of a_shape, vertical_slash and block_sparse that holds at most
+  /// kPatternMargin less of what the newest queries attend than the best of them.
+  best,
+};
+inline constexpr float kPatternMargin = 0.01f;
+
+/// MInference (Jiang et al., NeurIPS 2024). Sizes are the heads' own there, found by a search over samples; here all
+/// heads have the same. Those of columns and diagonals are the official code's for heads without any, those of blocks
+/// its 100 blocks of 64, those of the A-shape of the paper's search. Block 0 and a query block's own are always kept.
+struct MInferenceSpec {
+  HeadPattern pattern = HeadPattern::vertical_slash;
+  std::uint32_t columns = 1000;    ///< tokens of columns: so many blocks as these would fill, largest sums first
+  std::uint32_t diagonals = 6096;  ///< tokens of diagonals, likewise
+  std::uint32_t blocks = 6400;     ///< tokens of the key blocks of a query block
+  StreamingPrefillSpec a_shape{.sinks = 1024, .window = 4096};
+  friend bool operator==(const MInferenceSpec&, const MInferenceSpec&) = default;
+};
+
 struct PrefillSpec {
   PrefillMode mode = PrefillMode::full;
-  FlexPrefillSpec flex;
+  FlexPrefillSpec flex{};
+  StreamingPrefillSpec streaming{};
+  MInferenceSpec minference{};
   friend bool operator==(const PrefillSpec&, const PrefillSpec&) = default;
 };
 
@@ -51,8 +87,34 @@ struct PrefillSpec {
 void validate(const PrefillSpec& spec);
 /// @throws Error{Errc::invalid_argument} listing the modes.
 [[nodiscard]] PrefillMode parse_prefill_mode(std::string_view text);
-/// "full", "flexprefill", "auto"
+/// "full", "flexprefill", "auto", "streaming", "minference"
 [[nodiscard]] const char* to_string(PrefillMode mode) noexcept;
+/// @throws Error{Errc::invalid_argument} listing the patterns.
+[[nodiscard]] HeadPattern parse_head_pattern(std::string_view text);
+/// "vertical_slash", "a_shape", "block_sparse", "best"
+[[nodiscard]] const char* to_string(HeadPattern pattern) noexcept;
+
+/// The newest queries of a chunk, which stand for all of it, are at most so many.
+[[nodiscard]] constexpr std::uint32_t representative_rows(PrefillMode mode) noexcept {
+  return mode == PrefillMode::minference ? 64 : kPrefillBlock;
+}
+/// What a choice of blocks has to look at.
+enum class PromptLook : std::uint8_t {
+  nothing,    ///< but lengths
+  means,      ///< queries and keys, as means of blocks
+  attention,  ///< these, and what the newest queries attend
+};
+[[nodiscard]] constexpr PromptLook looks_at(const PrefillSpec& spec) noexcept {
+  if (spec.mode == PrefillMode::streaming) return PromptLook::nothing;
+  if (spec.mode != PrefillMode::minference) return PromptLook::attention;
+  switch (spec.minference.pattern) {
+    case HeadPattern::a_shape: return PromptLook::nothing;
+    case HeadPattern::block_sparse: return PromptLook::means;
+    default: return PromptLook::attention;
+  }
+}
+/// Chunks that see no more tokens than these attend them all.
+[[nodiscard]] std::uint32_t dense_prompt_tokens(const PrefillSpec& spec) noexcept;
 
 /// What FlexPrefill costs on a device besides the pairs that it keeps, in units of the time in which dense attention
 /// computes one (query block, key block) pair of a query head. Measured; what PrefillMode::automatic goes by.
@@ -62,16 +124,25 @@ struct PrefillCosts {
   double per_pair = 0.0;       ///< of a query block and any of these
 };
 
-/// What FlexPrefill found out about one query head of one chunk.
+/// What was found out about one query head of one chunk.
 struct PrefillChoice {
-  float divergence = 0.f;         ///< Jensen-Shannon distance, [0, sqrt(ln 2)]
+  float divergence = 0.f;         ///< FlexPrefill: Jensen-Shannon distance, [0, sqrt(ln 2)]
   std::uint32_t query_aware = 0;  ///< 1: blocks were chosen per query block
   std::uint32_t columns = 0;      ///< blocks of columns that were chosen (N_v)
   std::uint32_t diagonals = 0;    ///< block offsets that were chosen (N_s)
   std::uint64_t kept = 0;         ///< (query block, key block) pairs to compute
   std::uint64_t causal = 0;       ///< and those that dense attention computes
+  HeadPattern pattern = HeadPattern::vertical_slash;  ///< MInference: never `best`
 };
 
+/// How many blocks so many tokens fill, all but the last of them wholly.
+[[nodiscard]] constexpr std::uint32_t prefill_blocks_of(std::uint32_t tokens) noexcept {
+  return static_cast<std::uint32_t>(div_up(tokens, kPrefillBlock));
+}
+/// Block offsets, from a query block's own on, that the newest `window` tokens of any of its queries touch.
+[[nodiscard]] constexpr std::uint32_t window_offsets(std::uint32_t window) noexcept {
+  return prefill_blocks_of(window - 1) + 1;
+}
 /// Blocks of positions that the tokens [first, first + count) touch.
 [[nodiscard]] constexpr std::uint32_t prefill_blocks(std::uint32_t first, std::uint32_t count) noexcept {
   return count == 0 ? 0 : (first + count - 1) / kPrefillBlock - first / kPrefillBlock + 1;

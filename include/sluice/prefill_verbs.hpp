@@ -49,8 +49,8 @@ struct PrefillTask {
   bool last_window = true;
 };
 
-/// The choice of FlexPrefill for a chunk of a prompt, for one KV head's group: which blocks of keys each block of
-/// queries is to attend. Every key that the chunk sees is in `kv`, from position 0 on. Scores are not soft-capped.
+/// The choice of a chunk of a prompt, for one KV head's group: which blocks of keys each block of queries is to attend.
+/// Every key that the chunk sees is in `kv`, from position 0 on. Scores are not soft-capped.
 struct SelectBlocksTask {
   const std::byte* q = nullptr;  ///< as in PrefillTask
   KvView kv;
@@ -61,7 +61,7 @@ struct SelectBlocksTask {
   std::byte* scratch = nullptr;       ///< PrefillVerbs::select_blocks_scratch_bytes, 256-byte aligned
 };
 
-/// Attention of prompts, by all keys or by FlexPrefill's choice of blocks. What all verbs have in common is said at
+/// Attention of prompts, by all keys or by a choice of blocks. What all verbs have in common is said at
 /// Backend.
 class PrefillVerbs {
  public:
@@ -69,7 +69,9 @@ class PrefillVerbs {
 
   virtual void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                        Stream* stream) = 0;
-  virtual void select_blocks(std::span<const SelectBlocksTask> tasks, const FlexPrefillSpec& spec,
+  /// Chooses as `spec.mode` says; automatic is flexprefill.
+  /// @throws Error{Errc::invalid_argument} for PrefillMode::full, which chooses nothing
+  virtual void select_blocks(std::span<const SelectBlocksTask> tasks, const PrefillSpec& spec,
                              const PrefillShape& strides, const AttentionShape& shape, Stream* stream) = 0;
   /// Device memory that `select_blocks` needs for such a task; 0 if `scratch` is not used. No two
   /// tasks that may run at once share it, those of one call included.

@@ -82,7 +82,7 @@ std::uint32_t dense_tokens(const EngineOptions& options, const Device& device) {
 const EngineOptions& settled(EngineOptions& options, const Device& on, const ForwardVerbs& verbs) {
   const DeviceInfo& device = on.info();
   if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options, on);
-  if (options.prefill.mode != PrefillMode::full && options.prefill.flex.flattened && device.own_processor)
+  if (runtime::prefill_of(options.prefill).flex.flattened && device.own_processor)
     throw Error(Errc::unsupported,
                 "prefill: query blocks that choose together (flattened) are of the CPU alone, and '" + device.name +
                     "' is another device; let each choose for itself");

@@ -166,7 +166,7 @@ ForwardMemory described(const EngineOptions& options, const scheduler::LayerStac
     memory.dense_tokens = std::min(options.dense_tokens, memory.largest.max_tokens);
   memory.widest = std::max(memory.widest, memory.dense_tokens);
   memory.sparse_prefill = options.prefill.mode != PrefillMode::full && memory.largest.prefills != 0;
-  memory.flex = options.prefill.flex;
+  memory.prefill = options.prefill;
   const std::uint32_t longest = memory.max_pages * memory.layout.page_tokens;
   memory.prefill_window = memory.sparse_prefill ? longest : std::min(options.prefill_window, longest);
   const bool streams = options.placement == PlacementMode::stream;

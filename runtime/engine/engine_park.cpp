@@ -37,9 +37,6 @@ void require_resumable(const runtime::ParkHead& head, const PolicySpec& spec) {
                 "park: nobody could resume the sequence: " + why + "; give its policy a shorter name");
 }
 
-/// What prompts attended by, without what the mode does not read.
-PrefillSpec prefill_of(const PrefillSpec& spec) { return spec.mode == PrefillMode::full ? PrefillSpec{} : spec; }
-
 }  // namespace
 
 runtime::ParkHead Engine::Impl::park_head(SequenceId id, std::string_view model) {
@@ -56,7 +53,7 @@ runtime::ParkHead Engine::Impl::park_head(SequenceId id, std::string_view model)
                          .salt = sequence.names.known.salt,
                          .balance = sequence.bets.balance.balance(),
                          .chunk_end = sequence.bets.end,
-                         .prefill = prefill_of(options.prefill),
+                         .prefill = runtime::prefill_of(options.prefill),
                          .model = std::string(model),
                          .policy = to_string(sequence.spec),
                          .policy_name = sequence.spec.name,

@@ -1,19 +1,17 @@
 // Where chunks of prompts choose blocks of keys, and what becomes of that.
-#include <algorithm>
-
 #include "runtime/engine/impl.hpp"
 
 namespace sluice {
 
 void Engine::Impl::bet(Sequence& sequence, ForwardChunk& chunk) {
   const PrefillSpec& spec = options.prefill;
-  if (spec.mode == PrefillMode::full || chunk.keys() <= std::max(2 * kPrefillBlock, spec.flex.min_budget)) return;
+  if (spec.mode == PrefillMode::full || chunk.keys() <= dense_prompt_tokens(spec)) return;
   runtime::PrefillBook& bets = sequence.bets;
   bets.rests.resize(options.shape.layers);
   bets.end = chunk.keys();
   for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
     if (memory.largest().window_in(layer) != 0) continue;  // What a row sees is little as it is.
-    const bool sparse = spec.mode == PrefillMode::flexprefill ||
+    const bool sparse = spec.mode != PrefillMode::automatic ||
                         bets.balance.bet({.first = chunk.first, .count = chunk.count}, layer, options.shape.layers,
                                          device->backend().prefill_costs(), bets.rests[layer]);
     chunk.sparse[layer / 32] |= (sparse ? 1u : 0u) << layer % 32;

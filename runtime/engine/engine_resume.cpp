@@ -54,7 +54,7 @@ PolicySpec parked_policy(const runtime::ParkHead& head, const EngineOptions& opt
 /// First token whose keys and values no prompt of this engine would have; kNone: there is none.
 std::uint32_t first_unlike(const runtime::ParkHead& head, const EngineOptions& options) {
   const bool exact = head.prefill.mode == PrefillMode::full && options.prefill.mode == PrefillMode::full;
-  return exact || head.prefill == options.prefill || head.prompt_end == 0 ? head.sparse : 0;
+  return exact || head.prefill == runtime::prefill_of(options.prefill) || head.prompt_end == 0 ? head.sparse : 0;
 }
 
 std::uint64_t body_begin(const runtime::ParkSource& source, const runtime::ParkHead& head) {

@@ -105,6 +105,27 @@ Preamble read_preamble(ParkSource& source) {
   return preamble;
 }
 
+StreamingPrefillSpec read_streaming(Decoder& fields) { return {.sinks = fields.u32(), .window = fields.u32()}; }
+
+MInferenceSpec read_minference(Decoder& fields) {
+  MInferenceSpec spec{.pattern = static_cast<HeadPattern>(std::min(fields.u32(), 255u))};
+  for (std::uint32_t* field : {&spec.columns, &spec.diagonals, &spec.blocks}) *field = fields.u32();
+  spec.a_shape = read_streaming(fields);
+  return spec;
+}
+
+void put(Encoder& fields, const StreamingPrefillSpec& spec) {
+  fields.put(spec.sinks);
+  fields.put(spec.window);
+}
+
+void put(Encoder& fields, const MInferenceSpec& spec) {
+  for (const std::uint32_t field :
+       {static_cast<std::uint32_t>(spec.pattern), spec.columns, spec.diagonals, spec.blocks})
+    fields.put(field);
+  put(fields, spec.a_shape);
+}
+
 ParkHead decode(std::span<const std::byte> bytes) {
   Decoder fields(bytes);
   ParkHead head;
@@ -125,6 +146,9 @@ ParkHead decode(std::span<const std::byte> bytes) {
   if (forms > (kLines | kFlattened)) refuse("its choice of blocks cannot be");
   head.prefill.flex.lines = (forms & kLines) != 0;
   head.prefill.flex.flattened = (forms & kFlattened) != 0;
+  // Of these modes alone, so that other sequences are what earlier versions read and wrote.
+  if (head.prefill.mode == PrefillMode::streaming) head.prefill.streaming = read_streaming(fields);
+  if (head.prefill.mode == PrefillMode::minference) head.prefill.minference = read_minference(fields);
   head.model = fields.text();
   head.policy = fields.text();
   head.policy_name = fields.text();
@@ -156,6 +180,8 @@ std::vector<std::byte> encode_fields(const ParkHead& head) {
   for (const float field : {flex.gamma, flex.tau}) fields.put(field);
   const std::uint32_t forms = (flex.lines ? kLines : 0) | (flex.flattened ? kFlattened : 0);
   for (const std::uint32_t field : {flex.min_budget, flex.max_budget, forms}) fields.put(field);
+  if (head.prefill.mode == PrefillMode::streaming) put(fields, head.prefill.streaming);
+  if (head.prefill.mode == PrefillMode::minference) put(fields, head.prefill.minference);
   for (const std::string* text : {&head.model, &head.policy, &head.policy_name}) fields.put(*text);
   const auto put_numbers = [&fields](const std::vector<std::uint32_t>& numbers) {
     fields.put(static_cast<std::uint32_t>(numbers.size()));
@@ -174,6 +200,14 @@ std::uint32_t first_seen(const ParkHead& head) {
 }
 
 }  // namespace
+
+PrefillSpec prefill_of(const PrefillSpec& spec) noexcept {
+  PrefillSpec used{.mode = spec.mode};
+  if (spec.mode == PrefillMode::flexprefill || spec.mode == PrefillMode::automatic) used.flex = spec.flex;
+  if (spec.mode == PrefillMode::streaming) used.streaming = spec.streaming;
+  if (spec.mode == PrefillMode::minference) used.minference = spec.minference;
+  return used;
+}
 
 /// So that lengths can be computed from it, and nothing in it misleads an engine.
 std::string unsound(const ParkHead& head) {
@@ -202,7 +236,9 @@ std::string unsound(const ParkHead& head) {
   // What its fields take, told without writing them.
   const std::uint64_t numbers = (head.rests.size() + head.windows.size()) * sizeof(std::uint32_t);
   const std::uint64_t texts = head.model.size() + head.policy.size() + head.policy_name.size();
-  if (const std::uint64_t bytes = encode_fields({}).size() + texts + numbers; bytes > kMostHeadBytes)
+  ParkHead others;
+  others.prefill = head.prefill;
+  if (const std::uint64_t bytes = encode_fields(others).size() + texts + numbers; bytes > kMostHeadBytes)
     return "its head has " + std::to_string(bytes) + " bytes, of which policy and name take " +
            std::to_string(head.policy.size() + head.policy_name.size()) + ", and may have " +
            std::to_string(kMostHeadBytes);

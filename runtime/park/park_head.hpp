@@ -51,7 +51,8 @@ struct ParkHead {
   double balance = 0.0;         ///< of PrefillBets
   std::uint32_t chunk_end = 0;  ///< PrefillBook::end
   /// How its prompts attended: u32 mode, f32 gamma, f32 tau, u32 min_budget, u32 max_budget, u32 with bit 0 for lines
-  /// and bit 1 for flattened.
+  /// and bit 1 for flattened. Only with these modes: of streaming u32 sinks, u32 window; of minference u32 pattern, u32
+  /// columns, u32 diagonals, u32 blocks, and sinks and window of its A-shape.
   PrefillSpec prefill{};
   std::string model{};          ///< what the caller said that keys and values are of
   std::string policy{};         ///< as sluice::to_string has it
@@ -76,6 +77,9 @@ struct ParkHead {
     return names * sizeof(std::int32_t) + query_bytes() + rows * shape.kv_heads * token.page_bytes();
   }
 };
+
+/// Without what the mode does not read.
+[[nodiscard]] PrefillSpec prefill_of(const PrefillSpec& spec) noexcept;
 
 /// Of a body, with its checksums.
 [[nodiscard]] constexpr std::uint64_t parked_body_bytes(std::uint64_t body_bytes) noexcept {

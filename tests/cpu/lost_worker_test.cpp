@@ -158,7 +158,8 @@ const std::vector<Call> kCalls{
        backend.prefill(tasks, strides, shape, nullptr);
      })},
     {"select_blocks", verb([](Backend& backend, Tensors& t, auto& shape, auto&, auto& strides) {
-       const auto spec = std::make_unique<FlexPrefillSpec>(FlexPrefillSpec{.min_budget = 256, .max_budget = 512});
+       const auto spec = std::make_unique<PrefillSpec>(
+           PrefillSpec{.mode = PrefillMode::flexprefill, .flex = {.min_budget = 256, .max_budget = 512}});
        const auto tasks = repeat(SelectBlocksTask{.q = t.q(), .kv = t.kv(), .first = kTokens - 256, .count = 256, .blocks = t.words.data(), .choices = t.choices.data()}, 1);
        backend.select_blocks(tasks, *spec, strides, shape, nullptr);
      })},

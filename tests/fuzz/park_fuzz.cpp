@@ -83,7 +83,7 @@ std::vector<std::byte> forged(std::string_view text) {
   head.salt = below(256);
   head.balance = below(256);
   head.chunk_end = below(256);
-  head.prefill.mode = static_cast<PrefillMode>(below(4));
+  head.prefill.mode = static_cast<PrefillMode>(below(6));
   head.model = kModel;
   head.policy = kPolicies[below(std::size(kPolicies))];
   head.policy_name = text.substr(at, below(9));

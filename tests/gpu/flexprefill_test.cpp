@@ -50,7 +50,7 @@ PrefillShape strides_of(const Prompt& prompt) {
 }
 
 /// All ranges in one call. Scratch memory is full of `garbage`.
-std::vector<Choice> on_gpu(const Prompt& prompt, const std::vector<Range>& ranges, const FlexPrefillSpec& spec,
+std::vector<Choice> on_gpu(const Prompt& prompt, const std::vector<Range>& ranges, const PrefillSpec& spec,
                            std::byte garbage) {
   GpuUnderTest under_test;
   const AttentionShape shape = prompt.kv().shape();
@@ -80,7 +80,7 @@ std::vector<Choice> on_gpu(const Prompt& prompt, const std::vector<Range>& range
   return choices;
 }
 
-Choice on_cpu(const Prompt& prompt, Range range, const FlexPrefillSpec& spec) {
+Choice on_cpu(const Prompt& prompt, Range range, const PrefillSpec& spec) {
   static const cpu::Topology topology;
   static const cpu::Workers workers(topology, {});
   cpu::Backend backend(workers);
@@ -96,6 +96,13 @@ Choice on_cpu(const Prompt& prompt, Range range, const FlexPrefillSpec& spec) {
   return choice;
 }
 
+PrefillSpec flexprefill(const FlexPrefillSpec& flex) { return {.mode = PrefillMode::flexprefill, .flex = flex}; }
+
+PrefillSpec minference(HeadPattern pattern) {
+  return {.mode = PrefillMode::minference,
+          .minference = {.pattern = pattern, .columns = 700, .diagonals = 1'500, .blocks = 3'000}};
+}
+
 std::uint64_t differing(const std::vector<std::uint32_t>& a, const std::vector<std::uint32_t>& b) {
   std::uint64_t bits = 0;
   for (std::size_t i = 0; i < a.size(); ++i) bits += static_cast<std::uint64_t>(std::popcount(a[i] ^ b[i]));
@@ -107,13 +114,16 @@ std::int64_t gap(std::uint32_t a, std::uint32_t b) { return std::abs(std::int64_
 }  // namespace
 
 TEST_CASE("the GPU chooses blocks of a long prompt as the CPU does", "[gpu][flexprefill]") {
-  const auto spec =
-      GENERATE(FlexPrefillSpec{.gamma = 0.9f, .min_budget = 512}, FlexPrefillSpec{.gamma = 0.7f, .tau = 1.f},
-               FlexPrefillSpec{.gamma = 0.5f, .tau = 0.f, .min_budget = 0, .max_budget = 4'096},
-               FlexPrefillSpec{.gamma = 0.3f, .tau = 0.f, .min_budget = 0, .lines = true});
+  const auto spec = GENERATE(
+      flexprefill({.gamma = 0.9f, .min_budget = 512}), flexprefill({.gamma = 0.7f, .tau = 1.f}),
+      flexprefill({.gamma = 0.5f, .tau = 0.f, .min_budget = 0, .max_budget = 4'096}),
+      flexprefill({.gamma = 0.3f, .tau = 0.f, .min_budget = 0, .lines = true}),
+      PrefillSpec{.mode = PrefillMode::streaming, .streaming = {.sinks = 1'000, .window = 5'000}},
+      minference(HeadPattern::vertical_slash), minference(HeadPattern::block_sparse), minference(HeadPattern::best));
   const auto dtype = GENERATE(DType::bf16, DType::f16);
   const auto page_tokens = GENERATE(24u, 32u);  // Without and with tensor copies, where there are these.
-  CAPTURE(spec.gamma, spec.tau, spec.lines, to_string(dtype), page_tokens);
+  CAPTURE(static_cast<int>(spec.mode), static_cast<int>(spec.minference.pattern), spec.flex.gamma, spec.flex.tau,
+          spec.flex.lines, to_string(dtype), page_tokens);
   const Prompt prompt = long_prompt(20'000, dtype, dtype == DType::bf16 ? 128 : 64, page_tokens);
   const std::vector<Range> ranges{{11'900, 8'100}, {0, 3'000}};
   const std::vector<Choice> found = on_gpu(prompt, ranges, spec, std::byte{0xff});
@@ -126,6 +136,7 @@ TEST_CASE("the GPU chooses blocks of a long prompt as the CPU does", "[gpu][flex
       const PrefillChoice& b = expected.heads[head];
       CHECK(std::abs(a.divergence - b.divergence) <= 1e-3f);
       CHECK(a.query_aware == b.query_aware);
+      CHECK(a.pattern == b.pattern);
       CHECK(gap(a.columns, b.columns) <= 1);
       CHECK(gap(a.diagonals, b.diagonals) <= 1);
       CHECK(a.causal == b.causal);
@@ -143,7 +154,7 @@ TEST_CASE("the GPU's choice of blocks is the same bits every time, whatever its 
   const auto page_tokens = GENERATE(24u, 32u);
   const Prompt prompt = long_prompt(9'001, DType::bf16, 128, page_tokens);
   const std::vector<Range> ranges{{4'000, 5'001}, {9'000, 1}, {100, 300}};
-  const FlexPrefillSpec spec{.gamma = 0.8f, .min_budget = 256, .lines = lines};
+  const PrefillSpec spec = flexprefill({.gamma = 0.8f, .min_budget = 256, .lines = lines});
   const std::vector<Choice> once = on_gpu(prompt, ranges, spec, std::byte{0xff});
   const std::vector<Choice> again = on_gpu(prompt, {ranges.rbegin(), ranges.rend()}, spec, std::byte{0x3f});
   for (std::size_t i = 0; i < ranges.size(); ++i) {
@@ -168,7 +179,7 @@ TEST_CASE("the GPU's choice of blocks counts equal weights, the lower index firs
     for (std::uint32_t c = 0; c < 64; ++c) prompt.set_q(token, 0, c, 0.0);
   }
   const std::vector<Range> ranges{{0, kTokens}};
-  const FlexPrefillSpec spec{.gamma = 0.5f, .tau = 0.f, .min_budget = 0, .lines = lines};
+  const PrefillSpec spec = flexprefill({.gamma = 0.5f, .tau = 0.f, .min_budget = 0, .lines = lines});
   const Choice found = on_gpu(prompt, ranges, spec, std::byte{0xff}).front();
   // Half of the keys weigh half, up to those that only some of the 128 rows see.
   const std::uint32_t half = kTokens / kPrefillBlock / 2;

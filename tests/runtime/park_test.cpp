@@ -106,15 +106,21 @@ TEST_CASE("what a parked sequence says of itself is held against what there is, 
       [](auto& h) { h.sparse = 12; },
       [](auto& h) { h.tail_begin = h.tail_end + 1; },
       [](auto& h) { h.tail_end = 13; },
-      [](auto& h) { h.prefill.mode = static_cast<PrefillMode>(3); },
+      [](auto& h) { h.prefill.mode = static_cast<PrefillMode>(5); },
       [](auto& h) { h.prefill.flex.gamma = std::numeric_limits<float>::quiet_NaN(); },
+      [](auto& h) { h.prefill = {.mode = PrefillMode::streaming, .streaming = {.window = 0}}; },
+      [](auto& h) {
+        h.prefill = {.mode = PrefillMode::minference, .minference = {.pattern = static_cast<HeadPattern>(4)}};
+      },
       [](auto& h) { h.balance = std::numeric_limits<double>::quiet_NaN(); },
       [](auto& h) {
         h.rests = {1, 2};
       },
       [](auto& h) { h.model = std::string(5000, 'm'); },
       [](auto& h) { h.passed = 8; },
-      [](auto& h) { h.windows = {1, 2}; },
+      [](auto& h) {
+        h.windows = {1, 2};
+      },
       [](auto& h) { h.policy = std::string(70'000, ' '); },
   };
   for (std::size_t i = 0; i < corrupt.size(); ++i) {

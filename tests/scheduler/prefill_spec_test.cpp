@@ -19,14 +19,16 @@ std::string refusal(const FlexPrefillSpec& flex) {
 }  // namespace
 
 TEST_CASE("prefill modes are parsed and named", "[scheduler][prefill]") {
-  for (const PrefillMode mode : {PrefillMode::full, PrefillMode::flexprefill, PrefillMode::automatic}) {
+  for (const PrefillMode mode : {PrefillMode::full, PrefillMode::flexprefill, PrefillMode::automatic,
+                                 PrefillMode::streaming, PrefillMode::minference}) {
     REQUIRE(parse_prefill_mode(to_string(mode)) == mode);
   }
   REQUIRE(parse_prefill_mode("auto") == PrefillMode::automatic);
   for (const char* wrong : {"", "Full", "automatic", "flexprefill ", "dense"}) {
     CAPTURE(wrong);
     const std::string quoted = '"' + std::string(wrong) + '"';
-    expect(complaint_of([&] { (void)parse_prefill_mode(wrong); }), {quoted.c_str(), "full, flexprefill, auto"});
+    expect(complaint_of([&] { (void)parse_prefill_mode(wrong); }),
+           {quoted.c_str(), "full, flexprefill, auto, streaming, minference"});
   }
 }
 
@@ -53,6 +55,32 @@ TEST_CASE("a prefill spec out of range is refused by the name of its field", "[s
          {"max_budget of 512 tokens is less than min_budget of 1024", "raise it"});
   // The first field that breaks its range is the one that is named.
   expect(refusal({.gamma = 0.f, .tau = 9.f}), {"gamma"});
+}
+
+TEST_CASE("patterns of MInference are parsed, and sizes of windows checked", "[scheduler][prefill]") {
+  for (const HeadPattern pattern :
+       {HeadPattern::vertical_slash, HeadPattern::a_shape, HeadPattern::block_sparse, HeadPattern::best})
+    REQUIRE(parse_head_pattern(to_string(pattern)) == pattern);
+  expect(complaint_of([] { (void)parse_head_pattern("slash"); }),
+         {"\"slash\"", "vertical_slash, a_shape, block_sparse, best"});
+  const auto refused = [](PrefillSpec spec) { return complaint_of([&] { validate(spec); }); };
+  expect(refused({.mode = PrefillMode::streaming, .streaming = {.window = 0}}), {"streaming: window is 0"});
+  expect(refused({.mode = PrefillMode::minference, .minference = {.a_shape = {.window = 0}}}),
+         {"a_shape: window is 0"});
+  expect(refused({.mode = PrefillMode::minference, .minference = {.blocks = 0}}), {"blocks is 0"});
+  expect(refused({.mode = PrefillMode::minference, .minference = {.pattern = static_cast<HeadPattern>(9)}}),
+         {"pattern is 9"});
+  REQUIRE(refused({.mode = PrefillMode::streaming, .streaming = {.sinks = 0, .window = 1}}).empty());
+}
+
+TEST_CASE("a window touches the blocks of its oldest token's query", "[scheduler][prefill]") {
+  STATIC_REQUIRE(window_offsets(1) == 1);
+  STATIC_REQUIRE(window_offsets(2) == 2);
+  STATIC_REQUIRE(window_offsets(129) == 2);
+  STATIC_REQUIRE(window_offsets(130) == 3);
+  REQUIRE(dense_prompt_tokens({}) == std::numeric_limits<std::uint32_t>::max());
+  REQUIRE(dense_prompt_tokens({.mode = PrefillMode::flexprefill, .flex = {.min_budget = 512}}) == 512);
+  REQUIRE(dense_prompt_tokens({.mode = PrefillMode::streaming}) == kPrefillBlock);
 }
 
 TEST_CASE("blocks of a chunk lie on the grid of positions", "[scheduler][prefill]") {

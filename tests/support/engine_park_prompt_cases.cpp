@@ -46,9 +46,16 @@ TEST_CASE("prompts of an engine find pages of a sequence that is resumed if its 
     all.prefill = {.mode = mode, .flex = {.gamma = gamma, .min_budget = 128}};
     return all;
   };
-  const std::array kinds{options(PrefillMode::full, 0.9f), options(PrefillMode::full, 0.8f),
+  const auto by = [&](PrefillMode mode, std::uint32_t tokens) {
+    EngineOptions all = room_for(rig, policy);
+    all.prefill = {.mode = mode, .streaming = {.window = tokens}, .minference = {.a_shape = {.sinks = tokens}}};
+    return all;
+  };
+  const std::array kinds{options(PrefillMode::full, 0.9f),        options(PrefillMode::full, 0.8f),
                          options(PrefillMode::flexprefill, 0.9f), options(PrefillMode::flexprefill, 0.8f),
-                         options(PrefillMode::automatic, 0.9f)};
+                         options(PrefillMode::automatic, 0.9f),   by(PrefillMode::streaming, 100),
+                         by(PrefillMode::streaming, 200),         by(PrefillMode::minference, 100),
+                         by(PrefillMode::minference, 200)};
   for (std::size_t from = 0; from < kinds.size(); ++from) {
     Engine first(kinds[from], rig.device);
     Teller teller = begin_named(first, story, kExact, ids_of(101));

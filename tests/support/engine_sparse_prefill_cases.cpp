@@ -16,6 +16,18 @@ using namespace sluice::test::policies;
 namespace {
 
 constexpr FlexPrefillSpec kFlex{.gamma = 0.7f, .min_budget = 128};
+constexpr PrefillSpec kFlexPrefill{.mode = PrefillMode::flexprefill, .flex = kFlex};
+/// Of every mode that always chooses, and of every look that a choice takes.
+constexpr std::array kChoices{
+    kFlexPrefill, PrefillSpec{.mode = PrefillMode::streaming, .streaming = {.sinks = 100, .window = 200}},
+    PrefillSpec{.mode = PrefillMode::minference, .minference = {.columns = 200, .diagonals = 256}},
+    PrefillSpec{.mode = PrefillMode::minference, .minference = {.pattern = HeadPattern::block_sparse, .blocks = 256}},
+    PrefillSpec{.mode = PrefillMode::minference,
+                .minference = {.pattern = HeadPattern::best,
+                               .columns = 128,
+                               .diagonals = 128,
+                               .blocks = 256,
+                               .a_shape = {.sinks = 1, .window = 129}}}};
 
 EngineOptions sparse_options(const EngineRig& rig, const PrefillSpec& prefill, std::uint32_t near) {
   EngineOptions options = options_for(rig, 2, near);
@@ -34,7 +46,8 @@ std::unique_ptr<Buffer> narrowed(const EngineRig& rig, const float* rows, std::s
 /// A prompt's attention by the verbs of the device's Backend, over pages of its own in pinned memory.
 class DirectPrompt {
  public:
-  DirectPrompt(const EngineRig& rig, const Story& story, DType dtype) : rig_(rig), story_(story), dtype_(dtype) {
+  DirectPrompt(const EngineRig& rig, const Story& story, DType dtype, const PrefillSpec& spec = kFlexPrefill)
+      : rig_(rig), story_(story), dtype_(dtype), spec_(spec) {
     pages_ = (story.tokens() + layout().page_tokens - 1) / layout().page_tokens;
     memory_ = rig.device->allocate_pinned(pages_ * layout().page_bytes() * kShape.layers * kShape.kv_heads);
     for (std::uint32_t page = 0; page < pages_; ++page) frames_.push_back(page);
@@ -73,7 +86,7 @@ class DirectPrompt {
                                     .blocks = bits,
                                     .choices = reinterpret_cast<PrefillChoice*>(choices->data()),
                                     .scratch = scratch->data()};
-      if (sparse) backend.select_blocks({&choice, 1}, kFlex, strides, kShape, rig_.queue.get());
+      if (sparse) backend.select_blocks({&choice, 1}, spec_, strides, kShape, rig_.queue.get());
       const PrefillTask task{.q = choice.q,
                              .kv = kv,
                              .first = first,
@@ -113,6 +126,7 @@ class DirectPrompt {
   const EngineRig& rig_;
   const Story& story_;
   DType dtype_;  ///< of queries
+  PrefillSpec spec_;
   std::uint64_t pages_ = 0;
   std::unique_ptr<Buffer> memory_;
   std::vector<std::uint32_t> frames_;
@@ -149,20 +163,20 @@ std::vector<std::vector<float>> chunk_of(Engine& engine, const EngineRig& rig, T
 
 }  // namespace
 
-TEST_CASE("chunks of a prompt choose the blocks that flexprefill chooses, near or far", "[engine]") {
+TEST_CASE("chunks of a prompt choose the blocks that the verbs choose, near or far", "[engine]") {
   // The dtype is that of the tensors; a GPU has kernels of its own for either.
-  const auto [near, dtype] = GENERATE(grid(std::array{0u, 12u}, std::array{DType::f32, DType::bf16}));
-  CAPTURE(near, to_string(dtype));
+  const auto [near, dtype, spec] = GENERATE(grid(std::array{0u, 12u}, std::array{DType::f32, DType::bf16}, kChoices));
+  CAPTURE(near, to_string(dtype), to_string(spec.mode), to_string(spec.minference.pattern));
   const EngineRig rig = engine_rig();
   Story story(kShape, 1100, 71);
   story.round_queries();
-  DirectPrompt direct(rig, story, dtype);
-  Engine engine(sparse_options(rig, {.mode = PrefillMode::flexprefill, .flex = kFlex}, near), rig.device);
+  DirectPrompt direct(rig, story, dtype, spec);
+  Engine engine(sparse_options(rig, spec, near), rig.device);
   Teller teller{.story = &story, .id = engine.begin(parse_policy("full:near=0"))};
   std::uint64_t sparse_chunks = 0;
   for (const std::uint32_t count : {250u, 400u, 130u, 1u, 300u}) {
     const std::uint32_t first = teller.at;
-    const bool sparse = first + count > 2 * kPrefillBlock;
+    const bool sparse = first + count > dense_prompt_tokens(spec);
     sparse_chunks += sparse ? kShape.layers : 0;
     const auto out = chunk_of(engine, rig, teller, count, dtype);
     for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
@@ -172,10 +186,32 @@ TEST_CASE("chunks of a prompt choose the blocks that flexprefill chooses, near o
   }
   const EngineStats stats = engine.stats();
   REQUIRE(stats.sparse_chunks == sparse_chunks);
-  REQUIRE(stats.dense_chunks == kShape.layers);
+  REQUIRE(stats.dense_chunks == 5 * kShape.layers - sparse_chunks);
   REQUIRE(stats.kept_blocks == direct.kept);
   REQUIRE(stats.causal_blocks == direct.causal);
   REQUIRE(direct.kept < direct.causal);  // Something was left out.
+}
+
+TEST_CASE("a window of a prompt is attended alike in chunks and at once", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 700, 77);
+  const auto attend = [&](const std::vector<std::uint32_t>& chunks) {
+    EngineOptions options = sparse_options(rig, kChoices[1], 0);
+    options.largest.prefill_rows = 700;
+    Engine engine(options, rig.device);
+    Teller teller{.story = &story, .id = engine.begin(parse_policy("full:near=0"))};
+    std::vector<std::vector<float>> out(kShape.layers);
+    for (const std::uint32_t count : chunks) {
+      const auto part = chunk_of(engine, rig, teller, count, DType::f32);
+      for (std::uint32_t layer = 0; layer < kShape.layers; ++layer)
+        out[layer].insert(out[layer].end(), part[layer].begin(), part[layer].end());
+    }
+    return out;
+  };
+  const auto whole = attend({700});
+  const auto parts = attend({100, 33, 400, 1, 166});
+  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer)
+    REQUIRE(difference(parts[layer], whole[layer]) < tolerance(rig));
 }
 
 TEST_CASE("sparse chunks of sequences, planned before those ahead are finished, choose what each does alone",

@@ -222,7 +222,7 @@ TEST_CASE("every head of a group chooses for itself, whatever the others attend"
   std::vector<OwnTask> own;
   std::vector<SelectBlocksTask> tasks;
   for (const Range& range : ranges) tasks.push_back(own.emplace_back(*under_test, placed, range).task);
-  under_test->backend().select_blocks(tasks, spec, placed.strides, placed.shape, under_test->stream());
+  under_test->backend().select_blocks(tasks, flexprefill(spec), placed.strides, placed.shape, under_test->stream());
   under_test->finish();
   Pairs pairs;
   for (std::size_t i = 0; i < ranges.size(); ++i) {

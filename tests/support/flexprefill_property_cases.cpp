@@ -111,8 +111,8 @@ TEST_CASE("attention to the chosen blocks is off by no more than what they leave
   const PrefillRange range{.first = 190, .count = 710};
   const OwnTask own(*under_test, placed, {.first = range.first, .count = range.count});
   const auto out = under_test->array(std::size_t{range.count} * 5 * 64, kNotANumber);
-  under_test->backend().select_blocks({&own.task, 1}, {.gamma = 0.8f, .min_budget = 128}, placed.strides, placed.shape,
-                                      under_test->stream());
+  under_test->backend().select_blocks({&own.task, 1}, flexprefill({.gamma = 0.8f, .min_budget = 128}), placed.strides,
+                                      placed.shape, under_test->stream());
   const PrefillTask task{.q = placed.row(range.first),
                          .kv = placed.kv,
                          .first = range.first,
@@ -152,7 +152,7 @@ TEST_CASE("choices for several chunks at once are those of each alone, every tim
   std::vector<SelectBlocksTask> tasks;
   for (const Range& range : ranges) tasks.push_back(own.emplace_back(*under_test, placed, range).task);
   for (int again = 0; again < 3; ++again) {
-    under_test->backend().select_blocks(tasks, spec, placed.strides, placed.shape, under_test->stream());
+    under_test->backend().select_blocks(tasks, flexprefill(spec), placed.strides, placed.shape, under_test->stream());
     under_test->finish();
     for (std::size_t i = 0; i < ranges.size(); ++i) {
       CAPTURE(i, again);
@@ -168,7 +168,7 @@ TEST_CASE("choices for several chunks at once are those of each alone, every tim
     }
   }
   REQUIRE(own[1].task.choices[0].causal == 0);
-  under_test->backend().select_blocks({}, spec, placed.strides, placed.shape, under_test->stream());
+  under_test->backend().select_blocks({}, flexprefill(spec), placed.strides, placed.shape, under_test->stream());
 }
 
 TEST_CASE("the reference's Jensen-Shannon distance is one", "[flexprefill]") {

@@ -49,7 +49,7 @@ namespace reference {
 
 /// Scores that are not finite weigh nothing; a row without any other is left out.
 [[nodiscard]] Representative representative(const Prompt& prompt, std::uint32_t head, std::uint32_t first,
-                                            std::uint32_t count);
+                                            std::uint32_t count, std::uint32_t most_rows = kPrefillBlock);
 [[nodiscard]] double jensen_shannon(std::span<const double> p, std::span<const double> q);
 /// Attention of one query block's mean query to the mean keys of blocks 0 .. its own; [block + 1].
 [[nodiscard]] std::vector<double> pooled_row(const Prompt& prompt, std::uint32_t head, std::uint32_t first,

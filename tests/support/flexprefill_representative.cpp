@@ -66,9 +66,10 @@ double jensen_shannon(std::span<const double> p, std::span<const double> q) {
   return std::sqrt(std::max(sum, 0.0));
 }
 
-Representative representative(const Prompt& prompt, std::uint32_t head, std::uint32_t first, std::uint32_t count) {
+Representative representative(const Prompt& prompt, std::uint32_t head, std::uint32_t first, std::uint32_t count,
+                              std::uint32_t most_rows) {
   const std::uint32_t keys = first + count;
-  const std::uint32_t begin = keys - std::min(kBlock, count);
+  const std::uint32_t begin = keys - std::min(most_rows, count);
   Representative result;
   result.columns.resize(keys);
   result.diagonals.resize(keys);

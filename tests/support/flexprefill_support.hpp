@@ -56,12 +56,19 @@ struct OwnTask {
   SelectBlocksTask task;
 };
 
+inline PrefillSpec flexprefill(const FlexPrefillSpec& flex) { return {.mode = PrefillMode::flexprefill, .flex = flex}; }
+
 inline Selection select(BackendUnderTest& under_test, const PlacedPrompt& placed, Range range,
-                        const FlexPrefillSpec& spec) {
+                        const PrefillSpec& spec) {
   const OwnTask own(under_test, placed, range);
   under_test.backend().select_blocks({&own.task, 1}, spec, placed.strides, placed.shape, under_test.stream());
   under_test.finish();
   return own.result();
+}
+
+inline Selection select(BackendUnderTest& under_test, const PlacedPrompt& placed, Range range,
+                        const FlexPrefillSpec& flex) {
+  return select(under_test, placed, range, flexprefill(flex));
 }
 
 /// What holds for every choice, whatever was rounded.

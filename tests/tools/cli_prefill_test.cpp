@@ -58,6 +58,11 @@ TEST_CASE("a wrong way to prefill is refused by name, before anything runs", "[c
       {"bench prefill --structures odd",
        "--structures: 'odd' is no structure; have vertical_slash, narrow_slash, query_aware, uniform"},
       {"bench prefill --gammas 0.9,2", "gamma"},
+      {"bench prefill --others full", "name streaming or minference"},
+      {"bench prefill --others minference@slash", "vertical_slash, a_shape, block_sparse, best"},
+      {"bench prefill --others minference@a_shape:4", "has 1 sizes, and there are 2"},
+      {"bench prefill --others streaming@0+0", "window is 0 tokens"},
+      {"bench prefill --others streaming@x+1", "streaming@x+1"},
       {"bench prefill --length 0", "--length"},
       {"bench prefill --q-heads 7", "q_heads"},
       {"bench prefill --chunk 0", "--chunk"},
@@ -97,6 +102,11 @@ TEST_CASE("reports name the way to prefill and the chunk that it takes", "[cli]"
         {"lines", true},
         {"flattened", false}},
        4096},
+      {"--prefill streaming@100+200", {{"mode", "streaming"}, {"sizes", "streaming@100+200"}}, 4096},
+      {"--prefill minference", {{"mode", "minference"}, {"sizes", "minference@vertical_slash:1000+6096"}}, 4096},
+      {"--prefill minference@best:1+2+3+4+5 --prefill-chunk 256",
+       {{"mode", "minference"}, {"sizes", "minference@best:1+2+3+4+5"}},
+       256},
       {"--prefill flexprefill --gamma 0.25 --flattened --prefill-chunk 256",
        {{"mode", "flexprefill"},
         {"gamma", 0.25f},
@@ -174,6 +184,26 @@ TEST_CASE("bench prefill checks and reports every method at every structure and 
     }
   }
   CHECK(methods == std::set<std::string>{"dense", "flexprefill@0.9", "auto@0.9"});
+}
+
+TEST_CASE("bench prefill holds other ways to choose blocks against FlexPrefill", "[cli]") {
+  const std::string named = "streaming@100+200,minference@vertical_slash:128+256,minference@best:128+256+1+129+256";
+  const json rows = results_of(
+                        "bench prefill --shape testbed --length 2K --gammas 0.9 --min-budget 128 --structures "
+                        "query_aware --threads 2 --repeat 1 --others " +
+                        named)
+                        .at("prefill");
+  REQUIRE(rows.size() == 6);  // Dense, flexprefill and auto, and the others, which have no auto.
+  std::set<std::string> methods;
+  for (const json& row : rows) {
+    CAPTURE(row.dump());
+    methods.insert(row.at("method"));
+    CHECK(row.at("coverage_mean") > 0.0);
+    if (std::string(row.at("method")).starts_with("minference") || row.at("method") == "streaming@100+200")
+      CHECK(row.at("blocks_share") < 0.6);
+    if (std::string(row.at("method")).starts_with("minference@best")) CHECK(row.at("query_aware_share") > 0.5);
+  }
+  CHECK(methods.size() == 6);
 }
 
 TEST_CASE("bench prefill checks every prompt of a batch, whose chunks are attended together", "[cli]") {

@@ -20,6 +20,39 @@ std::string digits_of(float value) {
   return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
 }
 
+/// The sizes that a text may have, in their order there.
+std::vector<std::uint32_t*> sizes_of(PrefillSpec& spec) {
+  if (spec.mode == PrefillMode::streaming) return {&spec.streaming.sinks, &spec.streaming.window};
+  MInferenceSpec& by = spec.minference;
+  switch (by.pattern) {
+    case HeadPattern::vertical_slash: return {&by.columns, &by.diagonals};
+    case HeadPattern::a_shape: return {&by.a_shape.sinks, &by.a_shape.window};
+    case HeadPattern::block_sparse: return {&by.blocks};
+    case HeadPattern::best: break;
+  }
+  return {&by.columns, &by.diagonals, &by.a_shape.sinks, &by.a_shape.window, &by.blocks};
+}
+
+/// What is behind the @ of streaming and of minference.
+void parse_sizes(std::string_view text, const std::string& what, PrefillSpec& spec) {
+  if (spec.mode == PrefillMode::minference) {
+    const std::size_t end = std::min(text.find(':'), text.size());
+    spec.minference.pattern = parse_head_pattern(text.substr(0, end));
+    if (end == text.size()) return;
+    text.remove_prefix(end + 1);
+  }
+  const std::vector<std::uint32_t*> sizes = sizes_of(spec);
+  std::string list(text);
+  std::ranges::replace(list, '+', ',');
+  const std::vector<std::string> words = split_list(list);
+  if (words.size() != sizes.size()) {
+    throw Error(Errc::invalid_argument, what + ": '" + std::string(text) + "' has " + std::to_string(words.size()) +
+                                            " sizes, and there are " + std::to_string(sizes.size()) +
+                                            " here; join them by +");
+  }
+  for (std::size_t i = 0; i < sizes.size(); ++i) *sizes[i] = static_cast<std::uint32_t>(parse_count(words[i], what));
+}
+
 }  // namespace
 
 void add_flexprefill_flags(CLI::App& app, FlexPrefillSpec& flex) {
@@ -36,9 +69,10 @@ void add_flexprefill_flags(CLI::App& app, FlexPrefillSpec& flex) {
 
 void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list) {
   app.add_option("--prefill", flags.modes,
-                 list ? "How prompts are attended: comma list of full, flexprefill, auto, each with an optional @GAMMA"
-                      : "How the prompt is attended: full, flexprefill or auto")
-      ->type_name("MODE[@GAMMA]")
+                 list ? "How prompts are attended: comma list of full, flexprefill[@GAMMA], auto[@GAMMA], "
+                        "streaming[@SINKS+WINDOW], minference[@PATTERN[:SIZES]]"
+                      : "How the prompt is attended: full, flexprefill or auto; or streaming, minference")
+      ->type_name("MODE[@...]")
       ->capture_default_str();
   add_number(app, "--gamma", flags.flex.gamma, "FlexPrefill: share of the representative attention to keep, (0, 1]");
   add_flexprefill_flags(app, flags.flex);
@@ -58,10 +92,14 @@ PrefillSpec parse_prefill(std::string_view text, const FlexPrefillSpec& flex) {
   PrefillSpec spec{.mode = parse_prefill_mode(text.substr(0, at)), .flex = flex};
   if (at < text.size()) {
     const std::string what = "--prefill: '" + std::string(text) + "'";
-    if (spec.mode == PrefillMode::full) {
-      throw Error(Errc::invalid_argument, what + ": full attends everything; drop the @");
+    const std::string_view rest = text.substr(at + 1);
+    switch (spec.mode) {
+      case PrefillMode::full: throw Error(Errc::invalid_argument, what + ": full attends everything; drop the @");
+      case PrefillMode::flexprefill:
+      case PrefillMode::automatic: spec.flex.gamma = parse_gamma(rest, what); break;
+      case PrefillMode::streaming:
+      case PrefillMode::minference: parse_sizes(rest, what, spec); break;
     }
-    spec.flex.gamma = parse_gamma(text.substr(at + 1), what);
   }
   validate(spec);
   return spec;
@@ -86,11 +124,20 @@ PrefillSpec parse_one_prefill(const PrefillFlags& flags) {
 
 std::string to_text(const PrefillSpec& spec) {
   const std::string mode = to_string(spec.mode);
-  return spec.mode == PrefillMode::full ? mode : mode + '@' + digits_of(spec.flex.gamma);
+  if (spec.mode == PrefillMode::full) return mode;
+  if (spec.mode == PrefillMode::flexprefill || spec.mode == PrefillMode::automatic)
+    return mode + '@' + digits_of(spec.flex.gamma);
+  PrefillSpec sized = spec;
+  std::string sizes;
+  for (const std::uint32_t* size : sizes_of(sized)) sizes += (sizes.empty() ? "" : "+") + std::to_string(*size);
+  return mode + '@' +
+         (spec.mode == PrefillMode::minference ? to_string(spec.minference.pattern) + std::string(":") : "") + sizes;
 }
 
 Json to_json(const PrefillSpec& spec) {
   if (spec.mode == PrefillMode::full) return {{"mode", to_string(spec.mode)}};
+  if (spec.mode == PrefillMode::streaming || spec.mode == PrefillMode::minference)
+    return {{"mode", to_string(spec.mode)}, {"sizes", to_text(spec)}};
   return {{"mode", to_string(spec.mode)},       {"gamma", spec.flex.gamma},           {"tau", spec.flex.tau},
           {"min_budget", spec.flex.min_budget}, {"max_budget", spec.flex.max_budget}, {"lines", spec.flex.lines},
           {"flattened", spec.flex.flattened}};

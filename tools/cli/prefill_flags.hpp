@@ -15,7 +15,7 @@ namespace sluice::tools {
 
 /// How prompts are prefilled.
 struct PrefillFlags {
-  std::string modes = "full";  ///< MODE[@GAMMA], or a comma list of them
+  std::string modes = "full";  ///< as parse_prefill reads them, one or a comma list
   FlexPrefillSpec flex;
 };
 
@@ -26,14 +26,16 @@ void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list);
 
 /// @throws Error{Errc::invalid_argument} that begins with `what`; the range is validate(PrefillSpec)'s.
 [[nodiscard]] float parse_gamma(std::string_view text, const std::string& what);
-/// Reads `full`, `flexprefill@0.9` or `auto`; what the text leaves open is as in `flex`.
+/// Reads `full`, `flexprefill@0.9` or `auto`; what the text leaves open is as in `flex`. And `streaming@SINKS+WINDOW`,
+/// `minference@PATTERN:SIZES`, sizes in tokens: `vertical_slash:COLUMNS+DIAGONALS`, `a_shape:SINKS+WINDOW`,
+/// `block_sparse:BLOCKS`, or all of these in this order for `best`; without them, or all after @, the defaults.
 /// @throws Error{Errc::invalid_argument}, also as validate(PrefillSpec).
 [[nodiscard]] PrefillSpec parse_prefill(std::string_view text, const FlexPrefillSpec& flex);
 /// At least one. @throws as parse_prefill
 [[nodiscard]] std::vector<PrefillSpec> parse_prefills(const PrefillFlags& flags);
 /// The only one. @throws Error{Errc::invalid_argument} for a list; else as parse_prefill
 [[nodiscard]] PrefillSpec parse_one_prefill(const PrefillFlags& flags);
-/// As parse_prefill reads it: `full`, `flexprefill@0.95`.
+/// As parse_prefill reads it: `full`, `flexprefill@0.95`, `minference@vertical_slash:1000+6096`.
 [[nodiscard]] std::string to_text(const PrefillSpec& spec);
 /// The `config` part of a report.
 [[nodiscard]] Json to_json(const PrefillSpec& spec);

@@ -38,6 +38,9 @@ speed_parts() {
   echo decode-pattern-batch # 140 [d]: as decode-model-batch, and a forward of all is audited: 32 GiB of keys
   for size in 8G 16G 32G; do echo "decode-memory-32K-$size"; done # 120 each [d]: 16 prompts of 32K at most, 64 GiB of host memory
   for size in 8G 16G 32G; do echo "decode-memory-128K-$size"; done # 120 each [d]
+  # LFPS end to end, as in its paper a batch of eight, beside what it is made of.
+  echo decode-lfps-8K      # 60 [d]: 8 GiB of prompts for each of seven methods
+  echo decode-lfps-32K     # 150 [d]: 32 GiB for each of four
   echo decode-drafts       # 120 [d]
   echo link                # 60: `link --quick`, and pinning 8 GiB
 }
@@ -230,6 +233,14 @@ measure_speed() {
         --methods "dense;hybrid/sluice"
       ;;
     decode-memory-*) decode_memory "$1" "${1#decode-memory-}" ;;
+    decode-lfps-8K)
+      decode_model "$1" --structure narrow_slash --length "${RECORD_LFPS_LENGTH:-8K}" --batch 8 --steps 16 --warm-up 32 --audit 1 \
+        --methods "dense;hybrid/sluice;hybrid/lfps;hybrid/lfps | bypass=off;stream/lfps;hybrid/topk;hybrid/quest"
+      ;;
+    decode-lfps-32K)
+      decode_model "$1" --structure narrow_slash --length 32K --batch 8 --steps 8 --warm-up 24 --audit 1 \
+        --methods "dense;hybrid/sluice;hybrid/lfps;hybrid/topk"
+      ;;
     decode-drafts)
       decode_model "$1" --length 32K,128K --drafts 4 --warm-up 48 --steps 16 --methods "hybrid/sluice;stream/sluice"
       ;;

@@ -129,6 +129,15 @@ def print_prefill_tasks(found):
     table(["task", "prefill", "blocks computed", "chunks with a choice", "ms"], body)
 
 
+def print_prefill_text(found):
+    print("Ways to prefill: what follows a text\n")
+    dense = {r["length_tokens"]: r["perplexity"] for r in found if r["prefill"] == "full"}
+    table(["tokens", "prefill", "perplexity", "x dense prompts"],
+          [[thousands(r["length_tokens"]), r["prefill"], cell(r["perplexity"], "{:.4f}"),
+            cell(r["perplexity"] / dense[r["length_tokens"]], "{:.4f}") if r["length_tokens"] in dense else ""]
+           for r in found])
+
+
 def print_prefill_layer(found):
     print("Attention of one layer of a prompt\n")
     table(["structure", "length", "chunk", "method", "ms", "choice ms", "TFLOP/s", "x dense", "blocks", "coverage", "p5",
@@ -280,6 +289,10 @@ def main():
                                ("sweep", "eval", print_sweep), ("needles-", "needles", print_needles), *layers,
                                ("prefill-tasks-", "eval", print_prefill_tasks),
                                ("prefill-layer-", "prefill", print_prefill_layer),
+                               ("prefill-others-", "eval", print_prefill_tasks),
+                               ("prefill-papers", "eval", print_prefill_tasks),
+                               ("prefill-text", "text", print_prefill_text),
+                               ("prefill-patterns-", "prefill", print_prefill_layer),
                                ("prefill-chunk-", "eval", print_chosen_prefill("FlexPrefill by chunks, in their order")),
                                ("prefill-by-row", "eval", print_chosen_prefill("Query blocks choose for themselves")),
                                ("prefill-by-chunk", "eval", print_chosen_prefill("Query blocks choose together")),

@@ -62,7 +62,7 @@ __device__ const std::uint32_t* describe_choice(const ForwardMemory& m, const Pr
   FlexItem choice = moved(stage.choice, item * stage.choice_bytes);
   const std::uint32_t head = item % m.shape.kv_heads * m.shape.group();
   if (sparse) {
-    choice.set_chunk(chunk.first, chunk.count);
+    choice.set_chunk(chunk.first, chunk.count, representative_rows(m.prefill.mode));
     choice.q = layer.q.row(chunk.at, head);
     choice.base = stage.pages;
     choice.frames = stage.frames + std::uint64_t{item} * (m.prefill_window / m.layout.page_tokens);

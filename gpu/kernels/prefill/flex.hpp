@@ -8,9 +8,8 @@
 
 #include "sluice/prefill_verbs.hpp"
 
-
-/// FlexPrefill's choice of blocks, as a chain of kernels. Only what they hand on lies in memory; no [rows, keys] matrix
-/// does, and no sum depends on the order in which threads run.
+/// Choices of blocks, FlexPrefill's and others', as a chain of kernels. Only what they hand on lies in memory; no
+/// [rows, keys] matrix does, and no sum depends on the order in which threads run.
 namespace sluice::gpu {
 
 /// Rows that stand for a chunk: its last ones.
@@ -34,6 +33,7 @@ struct FlexVerdict {
   std::uint32_t query_aware = 0;
   std::uint32_t columns = 0;
   std::uint32_t diagonals = 0;
+  HeadPattern pattern = HeadPattern::vertical_slash;
 };
 
 /// A head's keys are shared by so many thread blocks at most, which is enough for one head to fill a GPU; with fewer
@@ -88,11 +88,11 @@ struct alignas(16) FlexItem {
   std::uint32_t* row_kept = nullptr;  ///< [heads, query_blocks]
 
   /// What follows from the chunk alone.
-  constexpr void set_chunk(std::uint32_t first_token, std::uint32_t tokens) {
+  constexpr void set_chunk(std::uint32_t first_token, std::uint32_t tokens, std::uint32_t most_rows) {
     first = first_token;
     count = tokens;
     keys = first + count;
-    rows = count < kFlexRows ? count : kFlexRows;
+    rows = count < most_rows ? count : most_rows;
     key_blocks = static_cast<std::uint32_t>(div_up(keys, kPrefillBlock));
     query_blocks = prefill_blocks(first, count);
     words = prefill_mask_words(keys);
@@ -113,11 +113,24 @@ enum LineMark : std::uint32_t {
 struct FlexArgs {
   const FlexItem* items = nullptr;  ///< device
   PrefillShape shape{};
-  FlexPrefillSpec spec{};
+  PrefillMode mode = PrefillMode::flexprefill;
+  PromptLook look = PromptLook::attention;
+  FlexPrefillSpec spec{};       ///< of other modes, what query blocks choose that choose for themselves
+  MInferenceSpec minference{};  ///< of StreamingLLM, its A-shape
   DType dtype = DType::bf16;  ///< of the keys
   std::uint32_t head_dim = 0;
   std::uint32_t group = 0;
   float score_scale = 0.f;  ///< AttentionShape::score_scale
+
+  constexpr void set_spec(const PrefillSpec& from) {
+    mode = from.mode;
+    look = looks_at(from);
+    spec = from.flex;
+    minference = from.minference;
+    if (mode == PrefillMode::streaming) minference.a_shape = from.streaming;
+    if (mode == PrefillMode::streaming || mode == PrefillMode::minference)
+      spec = {.gamma = 1.f, .tau = 0.f, .min_budget = 0, .max_budget = minference.blocks};
+  }
 };
 
 /// What one launch of all items has to cover: the largest of each.
@@ -154,6 +167,11 @@ void load_flex_line_kernels();
 /// flex_choose.cu: verdicts.
 void launch_flex_choose(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
 void load_flex_choose_kernels();
+/// streaming.cu, minference.cu: those of other methods.
+void launch_streaming_choose(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
+void load_streaming_kernels();
+void launch_minference_choose(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
+void load_minference_kernels();
 /// flex_masks.cu: what follows from them.
 void launch_flex_masks(const FlexArgs& args, const FlexExtent& extent, cudaStream_t stream);
 void load_flex_mask_kernels();

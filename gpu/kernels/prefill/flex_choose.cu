@@ -5,19 +5,12 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/prefill/flex.hpp"
-#include "gpu/kernels/prefill/flex_block.cuh"
+#include "gpu/kernels/prefill/flex_largest.cuh"
 
 namespace sluice::gpu {
 namespace {
 
 using namespace detail;
-
-constexpr int kVerdictThreads = 1024;
-constexpr std::uint32_t kHeld = kFlexMaxBlocks / kVerdictThreads;  ///< blocks of a thread
-constexpr int kBlockBits = 13;
-static_assert(kFlexMaxBlocks == 1u << kBlockBits);
-
-using VerdictReduce = BlockReduce<kVerdictThreads>;
 
 /// Jensen-Shannon distance of the pooled attention, pooled / total, and the representative rows' own.
 __device__ float distance(const float* pooled, float total, const float* actual, std::uint32_t blocks,
@@ -31,72 +24,6 @@ __device__ float distance(const float* pooled, float total, const float* actual,
     if (q > 0.0) sum += q * log(q / middle);
   }
   return static_cast<float>(sqrt(fmax(0.5 * reduce.sum(sum), 0.0)));
-}
-
-/// Writes 1 for the `wanted` blocks with the largest sums, those that are forced before all, and 0 for the others.
-/// Equal sums: the lower index first. Forced ones may be more than `wanted`: then all of them are chosen, or if they
-/// are more than `most`, as many with the largest sums, block 0 before all. Returns how many.
-template <class Forced>
-__device__ std::uint32_t choose_largest(std::uint8_t* chosen, const float* sums, std::uint32_t blocks,
-                                        std::uint32_t wanted, std::uint32_t most, const Forced& forced,
-                                        VerdictReduce& reduce) {
-  std::uint32_t keys[kHeld];  // Sums have no sign, so that their bits are in their order. 0 behind the last block.
-  std::uint32_t forced_here = 0;
-#pragma unroll
-  for (std::uint32_t i = 0; i < kHeld; ++i) {
-    const std::uint32_t block = threadIdx.x + i * kVerdictThreads;
-    keys[i] = block < blocks ? __float_as_uint(sums[block]) : 0;
-    if (block < blocks && forced(block)) {
-      keys[i] = 0xffff'ffffu;
-      ++forced_here;
-    }
-  }
-  const std::uint32_t all_forced = reduce.sum(forced_here);
-  wanted = min(max(wanted, all_forced), most);
-  if (all_forced > most) {
-#pragma unroll
-    for (std::uint32_t i = 0; i < kHeld; ++i) {
-      const std::uint32_t block = threadIdx.x + i * kVerdictThreads;
-      if (block == 0) continue;
-      keys[i] = keys[i] == 0xffff'ffffu ? __float_as_uint(sums[block]) + 1 : 0;  // Others are below all of them.
-    }
-  }
-  const auto count = [&](const auto& counts) {
-    std::uint32_t here = 0;
-#pragma unroll
-    for (std::uint32_t i = 0; i < kHeld; ++i) {
-      if (i * kVerdictThreads < blocks && counts(keys[i], threadIdx.x + i * kVerdictThreads)) ++here;
-    }
-    return reduce.sum(here);
-  };
-  std::uint32_t least = 0;  // The largest key that so many reach, two bits at a time.
-  for (int shift = 30; shift >= 0; shift -= 2) {
-    std::uint32_t reach = 0;  // Of the first two steps up: counts fit into 16 bits.
-    std::uint32_t reach_third = 0;
-#pragma unroll
-    for (std::uint32_t i = 0; i < kHeld; ++i) {
-      if (i * kVerdictThreads >= blocks) break;
-      reach += (keys[i] >= (least | 1u << shift) ? 1u : 0u) + (keys[i] >= (least | 2u << shift) ? 1u << 16 : 0u);
-      reach_third += keys[i] >= (least | 3u << shift) ? 1u : 0u;
-    }
-    const uint2 all = reduce.sum(make_uint2(reach, reach_third));
-    const std::uint32_t up = all.y >= wanted ? 3 : all.x >> 16 >= wanted ? 2 : (all.x & 0xffffu) >= wanted ? 1 : 0;
-    least |= up << shift;
-  }
-  const std::uint32_t ties = wanted - count([&](std::uint32_t other, std::uint32_t) { return other > least; });
-  const std::uint32_t equal = count([&](std::uint32_t other, std::uint32_t) { return other == least; });
-  std::uint32_t last_tie = kFlexMaxBlocks;
-  if (equal > ties) {
-    last_tie = largest_that<kBlockBits>([&](std::uint32_t end) {
-      return count([&](std::uint32_t other, std::uint32_t block) { return other == least && block < end; }) < ties;
-    });
-  }
-#pragma unroll
-  for (std::uint32_t i = 0; i < kHeld; ++i) {
-    const std::uint32_t block = threadIdx.x + i * kVerdictThreads;
-    if (block < blocks) chosen[block] = keys[i] > least || (keys[i] == least && block <= last_tie) ? 1 : 0;
-  }
-  return wanted;
 }
 
 /// Lines in blocks, if they were packed.
@@ -158,11 +85,19 @@ void load_flex_choose_kernels() {
 
 void launch_select_blocks(const FlexArgs& args, const FlexExtent& extent, const CUtensorMap* pages,
                           cudaStream_t stream) {
-  launch_flex_pool(args, extent, stream);
-  launch_flex_scores(args, extent, pages, stream);
-  launch_flex_sums(args, extent, stream);
-  launch_flex_lines(args, extent, stream);
-  launch_flex_choose(args, extent, stream);
+  if (args.look != PromptLook::nothing) launch_flex_pool(args, extent, stream);
+  if (args.look == PromptLook::attention) {
+    launch_flex_scores(args, extent, pages, stream);
+    launch_flex_sums(args, extent, stream);
+  }
+  if (args.look == PromptLook::nothing) {
+    launch_streaming_choose(args, extent, stream);
+  } else if (args.mode == PrefillMode::minference) {
+    launch_minference_choose(args, extent, stream);
+  } else {
+    launch_flex_lines(args, extent, stream);
+    launch_flex_choose(args, extent, stream);
+  }
   launch_flex_masks(args, extent, stream);
 }
 
@@ -172,6 +107,8 @@ void load_select_blocks_kernels() {
   load_flex_hopper_kernels();
   load_flex_line_kernels();
   load_flex_choose_kernels();
+  load_streaming_kernels();
+  load_minference_kernels();
   load_flex_mask_kernels();
 }
 

@@ -206,7 +206,8 @@ __global__ void flex_tally_kernel(const __grid_constant__ FlexArgs args) {
                         .columns = verdict.columns,
                         .diagonals = verdict.diagonals,
                         .kept = kept,
-                        .causal = rows * top + rows * (rows + 1) / 2};
+                        .causal = rows * top + rows * (rows + 1) / 2,
+                        .pattern = verdict.pattern};
 }
 
 /// Calls `use` with the kernel for so many key blocks, its rows and the shared memory that it needs.

@@ -34,6 +34,7 @@ int run(BenchPrefillOptions options) {
                            {"ragged", options.ragged},
                            {"structures", split_list(options.structures)},
                            {"gammas", split_list(options.gammas)},
+                           {"others", split_list(options.others)},
                            {"tau", options.flex.tau},
                            {"min_budget", options.flex.min_budget},
                            {"max_budget", options.flex.max_budget},
@@ -70,6 +71,9 @@ void add_bench_prefill(CLI::App& bench, int& exit_code) {
       ->capture_default_str();
   command->add_option("--gammas", options->gammas, "Comma list of FlexPrefill's gamma; \"\": dense attention alone")
       ->capture_default_str();
+  command->add_option("--others", options->others,
+                      "Comma list of baselines that choose blocks, too: streaming[@SINKS+WINDOW], "
+                      "minference[@PATTERN[:SIZES]]");
   add_flexprefill_flags(*command, options->flex);
   add_count(*command, "--chunk", options->chunk, "Longer prompts are also attended in chunks of so many tokens",
             {.least = 1, .most = 1 << 20});

@@ -39,7 +39,7 @@ void PrefillBatch::choose_everywhere() {
   plan_calls();
 }
 
-void PrefillBatch::choose(const FlexPrefillSpec& spec) {
+void PrefillBatch::choose(const PrefillSpec& spec) {
   for (const Call& call : calls_) device_.backend().select_blocks(call.choice, spec, strides_, shape_, &stream_);
 }
 

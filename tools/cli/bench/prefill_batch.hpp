@@ -19,7 +19,7 @@ class PrefillBatch {
 
   /// Lets every chunk of every prompt choose its blocks; all are dense at first. Nothing may be enqueued.
   void choose_everywhere();
-  void choose(const FlexPrefillSpec& spec);
+  void choose(const PrefillSpec& spec);
   /// What the plan and the last choice say.
   void attend();
 

@@ -55,7 +55,13 @@ PrefillBench::PrefillBench(const BenchPrefillOptions& options)
     PrefillSpec spec{.mode = PrefillMode::flexprefill, .flex = options.flex};
     spec.flex.gamma = parse_gamma(gamma, "--gammas");
     validate(spec);
-    specs_.push_back(spec.flex);
+    specs_.push_back(spec);
+  }
+  for (const std::string& text : split_list(options.others)) {
+    specs_.push_back(parse_prefill(text, options.flex));
+    if (const PrefillMode mode = specs_.back().mode; mode != PrefillMode::streaming && mode != PrefillMode::minference)
+      throw Error(Errc::invalid_argument,
+                  "--others: '" + text + "' is measured without being named; name streaming or minference");
   }
   for (const std::string& name : split_list(options.structures))
     structures_.push_back(parse_prompt_structure(name, "--structures"));
@@ -171,12 +177,13 @@ void PrefillBench::run(const Prompts& prompts, std::uint32_t chunk) {
   const double rate = teraflops(prompts.pairs(), dense.ms);
   dense.cells = {dense.ms, nullptr, dense.ms, rate, 1.0, 1.0, 1.0, 1.0, 0.0, nullptr};
   add_row(prompts, chunk, "dense", dense.cells);
-  for (const FlexPrefillSpec& spec : specs_) {
-    const std::string name = to_text({.mode = PrefillMode::flexprefill, .flex = spec});
+  for (const PrefillSpec& spec : specs_) {
+    const std::string name = to_text(spec);
     batch.choose_everywhere();
     const std::vector<Json> cells = measure(prompts, batch, name, spec, dense);
     add_row(prompts, chunk, name, cells);
-    add_row(prompts, chunk, to_text({.mode = PrefillMode::automatic, .flex = spec}),
+    if (spec.mode != PrefillMode::flexprefill) continue;
+    add_row(prompts, chunk, to_text({.mode = PrefillMode::automatic, .flex = spec.flex}),
             automatic(batch, dense.cells, cells));
   }
 }
@@ -218,7 +225,7 @@ std::vector<Json> PrefillBench::automatic(const PrefillBatch& batch, const std::
 }
 
 std::vector<Json> PrefillBench::measure(const Prompts& prompts, PrefillBatch& batch, const std::string& name,
-                                        const FlexPrefillSpec& spec, const Dense& dense) const {
+                                        const PrefillSpec& spec, const Dense& dense) const {
   batch.choose(spec);
   batch.attend();
   prompts.require(batch, name);

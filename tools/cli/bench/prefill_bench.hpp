@@ -29,6 +29,7 @@ struct BenchPrefillOptions {
   std::uint32_t ragged = 0;  ///< tokens of the shortest of them; 0: all are of one length
   std::string structures = "vertical_slash,query_aware,uniform";
   std::string gammas = "0.9,0.95";
+  std::string others;  ///< prefill modes that choose otherwise than FlexPrefill
   FlexPrefillSpec flex;
   std::uint32_t chunk = 8192;
   std::uint32_t clusters = 0;  ///< tokens of a cluster; 0: none are made
@@ -93,7 +94,7 @@ class PrefillBench {
                                             const std::vector<Json>& chosen) const;
   /// A row's cells for what the batch plans.
   [[nodiscard]] std::vector<Json> measure(const Prompts& prompts, PrefillBatch& batch, const std::string& name,
-                                          const FlexPrefillSpec& spec, const Dense& dense) const;
+                                          const PrefillSpec& spec, const Dense& dense) const;
   /// Rate for so many (query, key) pairs in every query head.
   [[nodiscard]] double teraflops(std::uint64_t pairs, double ms) const;
   void add_row(const Prompts& prompts, std::uint32_t chunk, const std::string& method, const std::vector<Json>& cells);
@@ -106,7 +107,7 @@ class PrefillBench {
   std::vector<std::uint32_t> lengths_;
   std::vector<std::uint32_t> rows_;
   std::uint32_t samples_ = 0;
-  std::vector<FlexPrefillSpec> specs_;
+  std::vector<PrefillSpec> specs_;
   std::vector<PromptStructure> structures_;
   Table table_;
   Table clusters_;
