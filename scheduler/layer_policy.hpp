@@ -104,6 +104,13 @@ struct SelectCounters {
   std::uint64_t iterations = 0;         ///< microbatches of pages that a progressive budget took
 };
 
+/// Candidates of a KV head's query heads, bit per token.
+struct ProposedTokens {
+  std::span<std::uint64_t> words;  ///< [group, head_words]
+  std::size_t head_words = 0;
+  bool shared = false;  ///< those of the first query head are those of all, and only these are written
+};
+
 /// The state and decisions of one policy for one (sequence, layer). Pure: no clock, no thread, no device.
 ///
 /// Life of one step, per KV head: forecast(n) -> select(n) -> observe(). `forecast` needs no query and runs
@@ -117,6 +124,10 @@ class LayerPolicy {
   virtual void begin(const PromptContext& prompt) = 0;
   /// Finds candidates for the step in which `tokens` tokens will be visible, if any follow from what was learnt.
   virtual void forecast(std::uint32_t /*kv_head*/, std::uint32_t /*tokens*/) {}
+  /// What `select` of the step in which `tokens` tokens will be visible is going to choose from, by 4-bit copies of
+  /// keys alone, if that is known without a query (true). Then `select` and `observe` may come when the step is over,
+  /// and only if `wants_observation`. If it is not, `select` must find out.
+  virtual bool propose(std::uint32_t /*kv_head*/, std::uint32_t /*tokens*/, ProposedTokens& /*to*/) { return false; }
   /// Fills `row` (cleared by the caller) with what to attend beyond the near set.
   virtual void select(const HeadContext& head, SelectionRow& row, Bypass& bypass, SelectCounters& counters) = 0;
   /// Whether the last selection of a KV head is to be observed, and its next step forecast, at all.

@@ -74,6 +74,11 @@ class TokenSet {
   /// The 64 positions from 64 * index on; bit i is position 64 * index + i.
   [[nodiscard]] std::uint64_t word(std::size_t index) const noexcept { return words_[index]; }
 
+  /// Every position's bit, to at least as many words as the set has room for; those behind them stay.
+  void copy_to(std::span<std::uint64_t> words) const noexcept {
+    for (std::size_t i = 0; i < words_.size(); ++i) words[i] = words_[i];
+  }
+
   /// Calls visit(index) for every non-zero word, ascending.
   template <class Visit>
   void for_each_word(Visit&& visit) const {

@@ -7,6 +7,7 @@
 #include "cpu/backend/verbs.hpp"
 #include "cpu/forward/forward_layer.hpp"
 #include "sluice/forward_tasks.hpp"
+#include "sluice/order_key.hpp"
 #include "sluice/top_k.hpp"
 
 namespace sluice::cpu {
@@ -43,7 +44,12 @@ void mark_head(const ForwardMemory& m, const ForwardRow& row, std::uint64_t h, c
                Marks& marks) {
   const ForwardCandidates candidates = candidates_of(m, row);
   const auto set = [&](std::uint32_t value) { marks.set(token_of(m, row, ranked, value)); };
-  for (std::uint32_t i = 0; i < row.picks; ++i) set(candidates.begin + m.picks[h * m.max_picks + i]);
+  const float* const scores = m.scores + h / m.shape.group() * m.shape.group() * m.score_room() +
+                              h % m.shape.group() * std::uint64_t{row.tokens};
+  for (std::uint32_t i = 0; i < row.picks; ++i) {
+    const std::uint32_t value = candidates.begin + m.picks[h * m.max_picks + i];
+    if (row.proposed == 0 || order_key(scores[value]) != 0) set(value);
+  }
   const bool whole_pages = row.in_pages() && !row.ranks();
   for (std::uint32_t i = candidates.begin; i < candidates.end && (row.mass > 0.f || whole_pages); ++i) {
     if (whole_pages || (m.masks[h * m.mask_words() + i / 32] >> i % 32 & 1) != 0) set(i);

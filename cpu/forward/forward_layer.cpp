@@ -2,39 +2,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <thread>
 #include <vector>
 
 #include "cpu/backend/verbs.hpp"
+#include "cpu/forward/forward_wait.hpp"
 #include "cpu/threads/lent.hpp"
-#include "cpu/threads/spin.hpp"
 #include "sluice/partial.hpp"
 
 namespace sluice::cpu {
 namespace {
-
-/// Waits for the CPU; what it is too late with it need not do. By the clock of a process that runs: one that was
-/// suspended has not waited.
-template <class Ready>
-void await(const ForwardMemory& m, Deadline deadline, const Ready& ready) {
-  constexpr std::chrono::microseconds kNap{20};
-  if (ready()) return;
-  const auto begin = Clock::now();
-  while (!spin_until(ready)) {
-    if (RunClock::now() >= deadline) {
-      m.state->status = ForwardStatus::abandoned;
-      break;
-    }
-    std::this_thread::sleep_for(kNap);  // Those who answer need the core more, should cores be scarce.
-  }
-  m.state->waited_ns +=
-      static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
-}
-
-/// Of a layer that has waited since then.
-Deadline answer_deadline(const ForwardMemory& m, RunClock::time_point since) {
-  return since + std::chrono::nanoseconds(m.answer_ns);
-}
 
 /// When the layer began to wait in `fetch`.
 RunClock::time_point fetching_since(const ForwardMemory& m) {

@@ -84,6 +84,7 @@ void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLa
 void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& memory, const ForwardLayer& layer);
 void rank(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
 void score(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
+void propose(const ForwardMemory& memory, std::uint32_t layer);
 void choose(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
 void choose_clusters(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
 /// Outside of layers.

@@ -25,7 +25,7 @@ void publish(const ForwardMemory& m, std::uint64_t forward, ForwardStatus status
   auto& outcome = m.mailbox->outcome;
   m.state->told = forward;
   shared(outcome.status[forward % kMostForwards]).store(status, std::memory_order_relaxed);
-  shared(outcome.good).store(m.state->good, std::memory_order_relaxed);
+  shared(outcome.good).store(m.state->good, std::memory_order_release);  // Histories learn by it alone.
   shared(outcome.forward).store(forward, std::memory_order_release);
 }
 
@@ -91,6 +91,7 @@ void end(const ForwardMemory& m) {
   shared(outcome.far_tokens).store(state.far_tokens, std::memory_order_relaxed);
   shared(outcome.fetched_tokens).store(state.fetched_tokens, std::memory_order_relaxed);
   shared(outcome.waited_ns).store(state.waited_ns, std::memory_order_relaxed);
+  shared(outcome.awaited).store(state.awaited, std::memory_order_relaxed);
   shared(outcome.promoted).store(state.promoted, std::memory_order_relaxed);
   shared(outcome.near_rows).store(state.near_rows, std::memory_order_relaxed);
   publish(m, state.forward, state.status);
@@ -158,6 +159,9 @@ void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) 
 }
 void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "score", [this, memory, at = layer.layer] { cpu::score(host_, memory, at); });
+}
+void ForwardVerbs::propose(const ForwardMemory& memory, const ForwardLayer& layer) {
+  queue(memory, layer.stream, "propose", [memory, at = layer.layer] { cpu::propose(memory, at); });
 }
 void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "choose", [this, memory, at = layer.layer] {

@@ -23,6 +23,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   void prefill(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void rank(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void score(const ForwardMemory& memory, const ForwardLayer& layer) override;
+  void propose(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void choose(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void split(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void attend(const ForwardMemory& memory, const ForwardLayer& layer) override;

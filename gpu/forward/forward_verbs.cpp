@@ -95,6 +95,11 @@ void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer)
                     handle(layer.stream));
 }
 
+void ForwardVerbs::propose(const ForwardMemory& memory, const ForwardLayer& layer) {
+  const CurrentDevice current(ordinal_);
+  launch_forward_propose(memory, layer);
+}
+
 void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer) {
   const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);

@@ -81,6 +81,11 @@ struct EngineOptions {
   std::uint32_t sequences = 16;  ///< that live at once
   /// Of them, those whose policies choose on the CPU: each has room for the queries of its prompt's newest tokens.
   std::uint32_t cpu_sequences = 0;
+  /// What histories of cpu_sequences propose lies ready for the device before a layer begins, where that can estimate
+  /// and choose (`history | int4 | top_k=...`): it then chooses of that by itself, and the CPU learns beside. Takes
+  /// pinned memory of each of these sequences, a bit for each token, layer and query head. With Handover::device, and
+  /// a device given: without one the cores that would estimate all keys had better read the few that are proposed.
+  bool forecasts = false;
   /// What policies of these sequences may keep on the heap, which grows with their tokens; 0: no bound. Each sequence
   /// counts for the most that its policy may keep of the tokens it has, a fork in full: of its keys and values in bf16,
   /// if 4 query heads share a KV head, about 5% with clusters (tactic) and 7% with history (lfps; 8% of 8K tokens), of
@@ -133,8 +138,9 @@ struct EngineOptions {
 
 /// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features of
 /// the largest bucket, digests, max_picks, max_ranked, max_window and prompt_queries; cpu_sequences to one at least, if
-/// it chooses on the CPU; cluster_sequences likewise and max_clusters, if it chooses among clusters on the device.
-/// Lowers nothing, so that it can be called for several policies.
+/// it chooses on the CPU; `forecasts`, if its history tells the device and observes so few steps that this is faster;
+/// cluster_sequences likewise and max_clusters, if it chooses among clusters on the device. Lowers nothing, so that it
+/// can be called for several policies.
 /// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if no engine serves the policy, or not beside those
 /// that `options` are for: digests are of one kind.
 void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options);

@@ -25,6 +25,8 @@ struct EngineStats {
   /// That the device waited for the CPU's answers. With Handover::host that the calling thread did, near attention
   /// included; with Handover::stream not known, 0.
   std::uint64_t waited_ns = 0;
+  /// Layers whose choice had to wait for what histories propose; the time is part of waited_ns.
+  std::uint64_t awaited = 0;
   std::uint64_t answer_ns = 0;    ///< from when a thread saw a question until it was answered
   // Of chunks of prompts, in forwards that got to their end:
   std::uint64_t sparse_chunks = 0;  ///< (layer, chunk) pairs where blocks were chosen

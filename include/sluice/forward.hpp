@@ -80,6 +80,9 @@ struct ForwardRow {
   std::uint32_t asks =
       0;  ///< not 0: the CPU is asked and chooses, in all layers but dense ones; `picks` and `mass` are 0 then
   ForwardClusters clusters{};  ///< with some of them, `mass` is a share by a curve, not by top-p
+  /// Not 0: each query head chooses `picks` of the tokens that its history proposes, in slot `proposed` - 1 of
+  /// ForwardMemory::proposals; `asks` is as ForwardVerbs::propose finds it in each layer.
+  std::uint32_t proposed = 0;
 
   /// Whether the device chooses tokens by score: of all, or of those in the pages that it has chosen.
   [[nodiscard]] constexpr bool ranks() const noexcept { return (picks != 0 || mass > 0.f) && clusters.count == 0; }
@@ -103,6 +106,7 @@ struct ForwardRow {
     row.pages = row.page_picks = row.picks = 0;
     row.mass = 0.f;
     row.asks = 0;
+    row.proposed = 0;
     row.clusters = {};
     return row;
   }
@@ -158,6 +162,13 @@ struct ForwardChosen {
   std::uint32_t count = 0;    ///< rows
   std::uint32_t heads = 0;    ///< bit h: query head h of the group attends some of them
   std::uint32_t members = 0;  ///< not 0: which heads attend each row stands behind the rows
+};
+
+/// What the history of a KV head proposes in a layer, which lies in ForwardMemory::proposed.
+struct ForwardProposal {
+  std::uint64_t forward = 0;  ///< that it is for; written behind all else
+  std::uint32_t asks = 0;     ///< not 0: it says nothing, and the CPU chooses
+  std::uint32_t shared = 0;   ///< not 0: what is proposed to the first query head is proposed to all of the group
 };
 
 /// The 4-bit copies of `from` become those of `to`, too. Its digest does not: it is of a page that is full.
@@ -220,6 +231,7 @@ struct ForwardState {
   std::uint64_t fetched_tokens = 0;    ///< likewise, over the link, by the device
   std::uint64_t waited_ns = 0;         ///< for answers so far, by the device's clock
   std::uint64_t missed = 0;            ///< choices of query heads so far that candidates did not foretell
+  std::uint64_t awaited = 0;           ///< layers so far that had to wait for what histories propose
 };
 
 /// Forwards that may be planned and not finished at once, at most.
@@ -273,6 +285,7 @@ struct ForwardMailbox {
     std::uint64_t promoted = 0;
     std::uint64_t near_rows = 0;
     std::uint64_t missed = 0;
+    std::uint64_t awaited = 0;
     ForwardStatus status[kMostForwards] = {};  ///< of forward f at f % kMostForwards
   } outcome;
 };

@@ -53,6 +53,7 @@ struct ForwardMemory {
   /// see keeps_chosen.
   bool fetches_chosen = false;
   std::uint32_t tail_rows = 0;  ///< of `tails`
+  std::uint32_t proposal_slots = 0;  ///< sequences whose histories may propose ahead of time
   /// How long a layer's kernels wait for the far part: not at all unless `handover` is Handover::device.
   std::uint64_t answer_ns = 0;
   Handover handover = Handover::device;  ///< who waits, never automatic
@@ -133,6 +134,10 @@ struct ForwardMemory {
   ForwardChosen* chosen = nullptr;       ///< [decode_rows, kv_heads]
   std::uint32_t* chosen_rows = nullptr;  ///< [decode_rows, kv_heads, chosen_room] as far_entry has them, then members
   float* tails = nullptr;                ///< [layers, tail_rows, q_heads, head_dim] queries of prompts' last tokens
+  // Of each sequence whose history may propose, for its next forward; [proposal_slots, layers] of each:
+  ForwardProposal* proposals = nullptr;  ///< [kv_heads]
+  std::uint32_t* proposed = nullptr;     ///< [q_heads, proposed_words] bit per token
+  float* proposed_q = nullptr;           ///< [q_heads, head_dim] queries of that forward, for the history to learn from
   /// [kMostForwards, layers, kStampedStages] if the largest bucket has traces; of forward f at f % kMostForwards.
   ForwardStamp* stamps = nullptr;
   // Likewise, if the largest bucket has audits; see ForwardVerbs::audit.
@@ -216,6 +221,28 @@ struct ForwardMemory {
   }
   [[nodiscard]] constexpr std::uint32_t score_room() const noexcept { return scores_in(largest); }
   [[nodiscard]] constexpr std::uint32_t mask_words() const noexcept { return (score_room() + 31) / 32; }
+  /// Whole vectors of four words.
+  [[nodiscard]] constexpr std::uint32_t proposed_words() const noexcept { return (largest.max_tokens + 127) / 128 * 4; }
+  [[nodiscard]] constexpr std::uint64_t proposal_layer(std::uint32_t slot, std::uint32_t layer) const noexcept {
+    return std::uint64_t{slot} * shape.layers + layer;
+  }
+  [[nodiscard]] constexpr ForwardProposal& proposal_of(std::uint32_t slot, std::uint32_t layer,
+                                                       std::uint32_t kv_head) const noexcept {
+    return proposals[proposal_layer(slot, layer) * shape.kv_heads + kv_head];
+  }
+  /// Of the first query head of a group.
+  [[nodiscard]] constexpr std::uint32_t* proposed_of(std::uint32_t slot, std::uint32_t layer,
+                                                     std::uint32_t kv_head) const noexcept {
+    return proposed + (proposal_layer(slot, layer) * shape.q_heads + kv_head * shape.group()) * proposed_words();
+  }
+  [[nodiscard]] constexpr float* proposed_q_of(std::uint32_t slot, std::uint32_t layer,
+                                               std::uint32_t kv_head) const noexcept {
+    return proposed_q + (proposal_layer(slot, layer) * shape.q_heads + kv_head * shape.group()) * shape.head_dim;
+  }
+  /// Whether rows of this bucket may choose of what histories propose.
+  [[nodiscard]] constexpr bool proposes() const noexcept {
+    return proposal_slots != 0 && bucket.top_k && bucket.drafts == 1 && !bucket.whole;
+  }
   /// Whether what a row attends near stays there, and what it attends far may come: where everything is attended, that
   /// says nothing of what will be, unless there is room for all of it.
   [[nodiscard]] constexpr bool keeps_near(const ForwardRow& row) const noexcept {

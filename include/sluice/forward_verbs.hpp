@@ -22,7 +22,8 @@ struct ForwardLayer {
 
 /// Enqueue and return; nothing is allocated, nothing waits. A forward is `begin`, then for every layer in order
 /// `append`, `prefill` if the bucket has such rows, `attend_whole` if its other rows are whole, and if they choose,
-/// `rank` if some rank pages, `score` and `choose` if some choose tokens, `split`, `attend`, `promote`, `fetch` if the
+/// `rank` if some rank pages, `score` and `choose` if some choose tokens, with `propose` between if
+/// ForwardMemory::proposes, `split`, `attend`, `promote`, `fetch` if the
 /// device fetches (before `promote` if nobody else attends what is far), and `merge`; then `end`. One that is audited
 /// has `audit` behind `merge`, and `promote` behind that.
 /// One that is traced has a `stamp` before `append` and behind each of these. `apply` comes before it and is not part
@@ -68,6 +69,10 @@ class ForwardVerbs {
   /// Scores of all visible tokens by their copies, before any soft-cap. Of rows that have chosen pages, of these: as
   /// ScoreInt4Task lays them out with `lists`.
   virtual void score(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
+  /// Of rows whose histories propose: waits for that, as `merge` waits for answers, and says in ForwardRow::asks
+  /// whether the CPU chooses in this layer. If not, scores of what is not proposed to a query head become NaN, which
+  /// `choose` and `split` then take for no candidate; and queries go to ForwardMemory::proposed_q.
+  virtual void propose(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// The `picks` largest of every query head between sinks and recent tokens, or of its pages, by index from the first
   /// of them, as TopKTask orders them; or those that top-p keeps. A device may leave the former to `split`. Of rows
   /// with clusters what ChooseClustersTask keeps.

@@ -78,9 +78,11 @@ std::uint32_t dense_tokens(const EngineOptions& options, const Device& device) {
   return static_cast<std::uint32_t>(each) / near.page_tokens * near.page_tokens;
 }
 
-/// What the device has no kernels for, automatic prompts do without; and who waits is as suits it.
-const EngineOptions& settled(EngineOptions& options, const Device& on, const ForwardVerbs& verbs) {
+/// What the device has no kernels for, automatic prompts do without; and who waits is as suits it. `embedded`: it is
+/// the engine's own host device, which would have the same cores read all keys to choose of a few.
+const EngineOptions& settled(EngineOptions& options, const Device& on, const ForwardVerbs& verbs, bool embedded) {
   const DeviceInfo& device = on.info();
+  options.forecasts = options.forecasts && !embedded;
   if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options, on);
   if (runtime::prefill_of(options.prefill).flex.flattened && device.own_processor)
     throw Error(Errc::unsupported,
@@ -97,6 +99,7 @@ const EngineOptions& settled(EngineOptions& options, const Device& on, const For
 
 /// The same for the embedded host device, without building one: it can do all that options may ask for.
 const EngineOptions& settled_on_host(EngineOptions& options) {
+  options.forecasts = false;
   if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options);
   if (options.handover == Handover::automatic) options.handover = cpu::HostDeviceOptions{}.handover;
   return options;
@@ -111,7 +114,8 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       embedded(given ? nullptr : embedded_workers(options, topology)),
       device(device_or_host(std::move(given), embedded)),
       verbs(verbs_of(*device)),
-      memory(settled(options, *device, verbs), *device, verbs, topology, node_of(topology, *device)),
+      memory(settled(options, *device, verbs, embedded != nullptr), *device, verbs, topology,
+             node_of(topology, *device)),
       host(*workers),
       choice(memory.largest(), cpu::fastest_kernels(), options.answer_timeout),
       far_notes(memory.largest()),
@@ -146,6 +150,7 @@ EngineStats Engine::Impl::stats() const noexcept {
           .ranked_pages = look(counted.ranked_pages),
           .missed = look(outcome.missed),
           .waited_ns = look(outcome.waited_ns) + look(counted.waited_ns),
+          .awaited = look(outcome.awaited),
           .answer_ns = far.answer_ns(),
           .sparse_chunks = look(counted.sparse_chunks),
           .dense_chunks = look(counted.dense_chunks),
@@ -176,7 +181,7 @@ EngineMemoryUse memory_needed(const EngineOptions& options, Device* device) {
     EngineOptions chosen = options;
     if (device == nullptr) return runtime::EngineMemory::needed(settled_on_host(chosen), nullptr);
     const ForwardVerbs& verbs = verbs_of(*device);
-    return runtime::EngineMemory::needed(settled(chosen, *device, verbs), &verbs);
+    return runtime::EngineMemory::needed(settled(chosen, *device, verbs, false), &verbs);
   });
 }
 

@@ -169,7 +169,9 @@ void Engine::Impl::enqueue(Stage stage, const ForwardMemory& m, const ForwardLay
     case Stage::prefill: return verbs.prefill(m, layer);
     case Stage::rank: return verbs.rank(m, layer);
     case Stage::score: return verbs.score(m, layer);
-    case Stage::choose: return verbs.choose(m, layer);
+    case Stage::choose:
+      if (m.proposes()) verbs.propose(m, layer);
+      return verbs.choose(m, layer);
     case Stage::split: return verbs.split(m, layer);
     case Stage::attend: return m.bucket.whole ? verbs.attend_whole(m, layer) : verbs.attend(m, layer);
     case Stage::promote: return verbs.promote(m, layer);

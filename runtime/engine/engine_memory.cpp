@@ -92,6 +92,12 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint64_t list
   }
   take(parts, shared.tails,
        std::uint64_t{shared.shape.layers} * shared.tail_rows * shared.shape.q_heads * shared.shape.head_dim);
+  if (shared.proposal_slots != 0) {
+    const std::uint64_t layers = shared.proposal_layer(shared.proposal_slots, 0);
+    take(parts, shared.proposals, layers * shared.shape.kv_heads);
+    take(parts, shared.proposed, layers * shared.shape.q_heads * shared.proposed_words());
+    take(parts, shared.proposed_q, layers * shared.shape.q_heads * shared.shape.head_dim);
+  }
   if (shared.sparse_prefill)
     take(parts, shared.choices,
          std::uint64_t{kMostForwards} * shared.shape.layers * shared.largest.prefills * shared.shape.q_heads);
@@ -176,6 +182,10 @@ ForwardMemory described(const EngineOptions& options, const scheduler::LayerStac
   memory.handover = options.handover;
   if (memory.handover == Handover::device)
     memory.answer_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.answer_timeout).count());
+  // The device waits for them in its kernels; threads count what they have to propose for a forward in 20 bits.
+  const bool counted = std::uint64_t{memory.largest.decode_rows} * memory.layer_heads() < std::uint64_t{1} << 20;
+  if (options.forecasts && counted && memory.handover == Handover::device && memory.largest.top_k)
+    memory.proposal_slots = options.cpu_sequences;
   return memory;
 }
 
@@ -243,6 +253,8 @@ void EngineMemory::take_pinned(const EngineOptions& options, const ForwardMemory
   pinned_ = device.allocate_pinned(carve_pinned(counted, listed, nullptr));
   (void)carve_pinned(slips_, listed, pinned_->data());
   *largest().mailbox = {};
+  const ForwardMemory& m = largest();
+  std::fill_n(m.proposals, m.proposal_layer(m.proposal_slots, 0) * m.shape.kv_heads, ForwardProposal{});
 }
 
 void EngineMemory::copy_rows(std::uint32_t block, std::uint32_t copy, std::uint32_t tokens) const noexcept {

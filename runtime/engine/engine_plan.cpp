@@ -167,6 +167,11 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
       if (sequence->clusters.slot != kNone)
         scheduler::choose_clusters(sequence->spec, sequence->clusters.slot, sequence->clusters.schedule.clusters(),
                                    sequence->clusters.schedule.clustered(), *row);
+      if (m.proposes() && sequence->tail.slot != kNone) {
+        ForwardRow ahead = *row;
+        scheduler::choose_proposed(sequence->spec, sequence->tail.slot, runtime::limits_of(options).shape, ahead);
+        if (ahead.picks <= m.max_picks) *row = ahead;  // Else the CPU chooses, as it always can.
+      }
       count_reads(*sequence, *row);
       row->list = list;
       row++->at = at + before;
@@ -242,7 +247,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     programs.newest().chunks.assign(m.slip_chunks, m.slip_chunks + bucket.prefills);
     if (m.sparse_prefill) programs.newest().tallies.resize(std::size_t{bucket.prefills} * options.shape.layers);
     if (bucket.audit) programs.newest().audit = audit_of(wanted, bucket);
-    choice.expect(forward, choosing_rows(m, wanted, programs.newest()));
+    choice.expect(forward, m.slip->after, choosing_rows(m, wanted, programs.newest()));
     write_lists(m, wanted);
     if (bucket.trace) begin_trace(m);
     verbs.apply(m, stream);

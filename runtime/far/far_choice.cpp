@@ -34,16 +34,45 @@ FarChoice::FarChoice(const ForwardMemory& memory, const cpu::Kernels& kernels, s
   failures_.reserve(kMostForwards);  // What fails for want of memory must be known all the same.
 }
 
-void FarChoice::expect(std::uint64_t forward, std::vector<ChoosingRow> rows) {
+void FarChoice::expect(std::uint64_t forward, std::uint64_t after, std::vector<ChoosingRow> rows) {
   if (!rows.empty()) used_.store(true, std::memory_order_relaxed);
+  const auto proposed = std::ranges::count_if(rows, [](const ChoosingRow& row) { return row.window.proposed != 0; });
   const std::lock_guard lock(mutex_);
   rows_[forward % kMostForwards] = {.forward = forward, .rows = std::move(rows)};
+  Ahead& ahead = ahead_[forward % kMostForwards];
+  ahead.claims.store(0, std::memory_order_relaxed);
+  ahead.after.store(after, std::memory_order_relaxed);
+  ahead.items.store(static_cast<std::uint32_t>(proposed) * memory_.layer_heads(), std::memory_order_relaxed);
+  if (proposed != 0) ahead.claims.store(forward << Ahead::kBits, std::memory_order_release);
+}
+
+void FarChoice::propose_item(std::uint64_t forward, std::uint32_t item) noexcept {
+  const std::vector<ChoosingRow>& rows = rows_[forward % kMostForwards].rows;
+  const std::uint32_t kv_heads = memory_.shape.kv_heads;
+  const auto proposed = static_cast<std::uint32_t>(
+      std::ranges::count_if(rows, [](const ChoosingRow& row) { return row.window.proposed != 0; }));
+  const std::uint32_t layer = item / (proposed * kv_heads);
+  std::uint32_t left = item / kv_heads % proposed;
+  const auto row =
+      std::ranges::find_if(rows, [&](const ChoosingRow& each) { return each.window.proposed != 0 && left-- == 0; });
+  const ForwardRow here = row->window.in(layer, memory_.window_in(layer));
+  if (here.proposed != 0) row->policy->propose(forward, layer, item % kv_heads, here, timeout_);
+}
+
+bool FarChoice::asks(const ChoosingRow& row, std::uint32_t layer) const noexcept {
+  const ForwardRow here = row.window.in(layer, memory_.window_in(layer));
+  if (here.proposed == 0) return here.asks != 0;
+  bool any = false;
+  for (std::uint32_t kv = 0; kv < memory_.shape.kv_heads; ++kv)
+    any |= memory_.proposal_of(here.proposed - 1, layer, kv).asks != 0;
+  return any;
 }
 
 void FarChoice::forget(std::uint64_t forward) noexcept {
   const std::lock_guard lock(mutex_);
   Rows& of = rows_[forward % kMostForwards];
   if (of.forward != forward) return;
+  ahead_[forward % kMostForwards].claims.store(0, std::memory_order_relaxed);
   for (const ChoosingRow& row : of.rows) row.policy->forget(forward);
   of.rows.clear();
   std::erase_if(failures_, [&](const Failure& failure) { return failure.forward == forward; });
@@ -99,7 +128,7 @@ FarChoice::Rest FarChoice::rest(std::chrono::milliseconds timeout) {
 
 FarChoice::Place FarChoice::place_of(std::uint64_t forward, std::uint32_t layer, std::uint32_t item) const noexcept {
   for (const ChoosingRow& row : rows_[forward % kMostForwards].rows) {
-    if (row.window.in(layer, memory_.window_in(layer)).asks == 0) continue;
+    if (!asks(row, layer)) continue;
     if (item < memory_.shape.kv_heads) return {.row = &row, .kv_head = item};
     item -= memory_.shape.kv_heads;
   }
@@ -109,8 +138,7 @@ FarChoice::Place FarChoice::place_of(std::uint64_t forward, std::uint32_t layer,
 bool FarChoice::chooses(const FarQuestion& question, std::uint32_t list) const noexcept {
   const std::vector<ChoosingRow>& rows = rows_[question.forward % kMostForwards].rows;
   const auto row = std::ranges::lower_bound(rows, list / memory_.shape.kv_heads, {}, &ChoosingRow::index);
-  return row != rows.end() && row->index == list / memory_.shape.kv_heads &&
-         row->window.in(question.layer, memory_.window_in(question.layer)).asks != 0;
+  return row != rows.end() && row->index == list / memory_.shape.kv_heads && asks(*row, question.layer);
 }
 
 std::uint32_t FarChoice::choose(const FarQuestion& question, std::uint32_t item) noexcept {

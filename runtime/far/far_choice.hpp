@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -58,7 +59,8 @@ class FarChoice {
   /// `timeout`: of each of a thread's waits for another that learns.
   FarChoice(const ForwardMemory& memory, const cpu::Kernels& kernels, std::chrono::milliseconds timeout);
 
-  void expect(std::uint64_t forward, std::vector<ChoosingRow> rows);
+  /// `after`: the forward that it builds on, from whose end on its rows' histories may propose.
+  void expect(std::uint64_t forward, std::uint64_t after, std::vector<ChoosingRow> rows);
   /// It did not get to its end, and nothing of it is asked or answered any more. While no thread learns, unless it
   /// cannot have begun.
   void forget(std::uint64_t forward) noexcept;
@@ -87,7 +89,19 @@ class FarChoice {
   template <class Wanted>
   [[nodiscard]] bool learn(std::uint64_t good, const Wanted& wanted);
 
-  /// No thread learns while this lives. One at a time.
+  /// Whether something is left to be proposed for a forward up to `planned`, all before which got to their end as
+  /// forward `good` did.
+  [[nodiscard]] bool proposes(std::uint64_t good, std::uint64_t planned) const noexcept {
+    return std::ranges::any_of(ahead_, [&](const Ahead& each) {
+      return each.open(each.claims.load(std::memory_order_acquire), good, planned);
+    });
+  }
+  /// Does so, layer by layer, until nothing is left or `wanted()`. By any thread that has nothing to answer. Returns
+  /// whether it could: not while there is a Rest.
+  template <class Wanted>
+  bool propose(std::uint64_t good, std::uint64_t planned, const Wanted& wanted);
+
+  /// No thread learns or proposes while this lives. One at a time.
   class [[nodiscard]] Rest {
    public:
     explicit Rest(FarChoice& choice) noexcept : choice_(&choice) {}
@@ -110,6 +124,27 @@ class FarChoice {
   [[nodiscard]] std::uint64_t scored() const noexcept { return scored_.load(std::memory_order_relaxed); }
 
  private:
+  /// What is to be proposed for a forward, claimed item by item, layers first. While some of it is not there the
+  /// forward is under way, and its rows stay as they are.
+  struct Ahead {
+    static constexpr int kBits = 20;
+    /// Number of the forward, 0: none; then its next item: claimed together, so that none of another forward is.
+    std::atomic<std::uint64_t> claims{0};
+    std::atomic<std::uint64_t> after{0};
+    std::atomic<std::uint32_t> items{0};
+    [[nodiscard]] bool open(std::uint64_t claim, std::uint64_t good, std::uint64_t planned) const noexcept {
+      const std::uint64_t forward = claim >> kBits;
+      return forward != 0 && forward <= planned && after.load(std::memory_order_relaxed) <= good &&
+             item_of(claim) < items.load(std::memory_order_relaxed);
+    }
+    [[nodiscard]] static std::uint32_t item_of(std::uint64_t claim) noexcept {
+      return static_cast<std::uint32_t>(claim & ((std::uint64_t{1} << kBits) - 1));
+    }
+  };
+  void propose_item(std::uint64_t forward, std::uint32_t item) noexcept;
+  /// Whether the CPU chooses for a row in a layer: if its history was to propose, once it has.
+  [[nodiscard]] bool asks(const ChoosingRow& row, std::uint32_t layer) const noexcept;
+
   /// A thread learns. Sequentially consistent with `rest`: either it finds the thread, or the thread that it rests.
   class Learning {
    public:
@@ -152,6 +187,7 @@ class FarChoice {
     std::vector<ChoosingRow> rows;  ///< by index
   };
   std::array<Rows, kMostForwards> rows_;  ///< by forward % kMostForwards
+  std::array<Ahead, kMostForwards> ahead_;  ///< likewise
   std::vector<ChosenList> lists_;         ///< [decode_rows, kv_heads]
   SharedCalls calls_;                     ///< likewise
   std::atomic<bool> used_{false};         ///< there has been a row
@@ -174,6 +210,25 @@ bool FarChoice::learn(std::uint64_t good, const Wanted& wanted) {
         if (resting_.load(std::memory_order_relaxed) || wanted()) return false;
         policy->learn(layer, kv, good);
       }
+    }
+  }
+  return true;
+}
+
+template <class Wanted>
+bool FarChoice::propose(std::uint64_t good, std::uint64_t planned, const Wanted& wanted) {
+  if (resting_.load()) return false;
+  const Learning learning(learning_);
+  if (resting_.load()) return false;
+  for (Ahead& each : ahead_) {
+    std::uint64_t claim = each.claims.load(std::memory_order_acquire);
+    while (each.open(claim, good, planned)) {
+      if (resting_.load(std::memory_order_relaxed)) return false;
+      if (wanted()) return true;
+      if (!each.claims.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel, std::memory_order_acquire))
+        continue;
+      propose_item(claim >> Ahead::kBits, Ahead::item_of(claim));
+      claim = each.claims.load(std::memory_order_acquire);
     }
   }
   return true;

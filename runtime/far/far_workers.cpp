@@ -155,6 +155,14 @@ void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
       answer(asked, thread, stop);
       seen = asked;
       heard = Clock::now();
+    } else if (called &&
+               choice_.proposes(look(memory_.mailbox->outcome.good), expected_.load(std::memory_order_relaxed))) {
+      move(thread, pu);
+      if (options_.before_answer) options_.before_answer();
+      const auto wanted = [&] { return look(memory_.mailbox->question.asked) > seen || stop.stop_requested(); };
+      if (!choice_.propose(look(memory_.mailbox->outcome.good), expected_.load(std::memory_order_relaxed), wanted))
+        std::this_thread::sleep_for(kNap);
+      heard = Clock::now();
     } else if (const std::uint64_t ended = look(memory_.mailbox->outcome.forward); called && ended > learnt) {
       move(thread, pu);
       const auto wanted = [&] { return look(memory_.mailbox->question.asked) > seen || stop.stop_requested(); };

@@ -104,10 +104,8 @@ void SequencePolicy::begin_head(const Prompt& prompt, std::uint32_t layer, std::
   weigh(layer, kv_head);
 }
 
-void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypass,
-                            scheduler::SelectCounters& counters) {
-  const auto& [forward, layer, kv_head, window, q, ranked_pages, page_scores, timeout, caller] = asked;
-  HeadState& mine = state_of(layer, kv_head);
+void SequencePolicy::catch_up(HeadState& mine, std::uint32_t layer, std::uint32_t kv_head, std::uint64_t forward,
+                              std::chrono::milliseconds timeout) {
   // What is to be learnt comes from before this forward, which would not run had that one failed.
   const auto learnt = [&] { return mine.lesson.load(std::memory_order_acquire) == 0; };
   learn(layer, kv_head, forward - 1);
@@ -115,6 +113,42 @@ void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypas
   if (spoilt()) throw Error(Errc::device, "what it has learnt is lost");
   if (const std::uint32_t keep = std::exchange(mine.keep, kNone); keep != kNone)
     layers_[layer]->truncate(kv_head, keep);
+}
+
+void SequencePolicy::propose(std::uint64_t forward, std::uint32_t layer, std::uint32_t kv_head, const ForwardRow& row,
+                             std::chrono::milliseconds timeout) noexcept {
+  HeadState& mine = state_of(layer, kv_head);
+  const std::uint32_t slot = row.proposed - 1;
+  ForwardProposal& proposal = memory_.proposal_of(slot, layer, kv_head);
+  bool known = false;
+  try {
+    catch_up(mine, layer, kv_head, forward, timeout);
+    const std::size_t head_words = memory_.proposed_words() / 2;
+    auto* const words = reinterpret_cast<std::uint64_t*>(memory_.proposed_of(slot, layer, kv_head));
+    scheduler::ProposedTokens to{.words = {words, memory_.shape.group() * head_words}, .head_words = head_words};
+    known = layers_[layer]->propose(kv_head, row.tokens, to);
+    proposal.shared = to.shared ? 1 : 0;
+    if (known) {
+      mine.tokens = row.tokens;
+      mine.ahead = row;
+      if (layers_[layer]->wants_observation(kv_head)) mine.lesson.store(forward, std::memory_order_release);
+    }
+  } catch (const std::exception&) {
+    known = false;  // Who chooses then finds out why, and says so.
+  }
+  proposal.asks = known ? 0 : 1;
+  std::atomic_ref(proposal.forward).store(forward, std::memory_order_release);
+}
+
+void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypass,
+                            scheduler::SelectCounters& counters) {
+  const auto& [forward, layer, kv_head, window, q, ranked_pages, page_scores, timeout, caller] = asked;
+  HeadState& mine = state_of(layer, kv_head);
+  // Another head of the row could propose nothing, so that all of them choose here.
+  std::uint64_t proposed = forward;
+  (void)mine.lesson.compare_exchange_strong(proposed, 0, std::memory_order_acq_rel);
+  mine.ahead = {};
+  catch_up(mine, layer, kv_head, forward, timeout);
   const bool team = window.drafts != 0;
   const std::uint32_t visible = team ? window.tokens + 1 : window.tokens;
   const std::size_t floats = std::size_t{memory_.shape.group()} * memory_.shape.head_dim;
@@ -145,9 +179,27 @@ void SequencePolicy::learn(std::uint32_t layer, std::uint32_t kv_head, std::uint
   other.lesson.store(0, std::memory_order_release);
 }
 
+void SequencePolicy::choose_again(HeadState& state, std::uint32_t layer, std::uint32_t kv_head, HostKv& kv) {
+  thread_local SelectionRow row;  // Of no use but for its memory.
+  row.clear();
+  Bypass bypass;
+  scheduler::SelectCounters counters;
+  const scheduler::NearSet near{.sink_end = state.ahead.sink_end,
+                                .recent_begin = state.ahead.recent_begin,
+                                .page_tokens = memory_.layout.page_tokens};
+  layers_[layer]->select({.kv_head = kv_head,
+                          .tokens = state.tokens,
+                          .q = memory_.proposed_q_of(state.ahead.proposed - 1, layer, kv_head),
+                          .near = &near,
+                          .kv = &kv},
+                         row, bypass, counters);
+  state.ahead = {};
+}
+
 void SequencePolicy::learn_now(HeadState& state, std::uint32_t layer, std::uint32_t kv_head) noexcept {
   try {
     HostKv kv = reader(layer, kv_head, blocks_, state.tokens);
+    if (state.ahead.proposed != 0) choose_again(state, layer, kv_head, kv);
     layers_[layer]->observe(kv_head, kv);
     layers_[layer]->forecast(kv_head, state.tokens + 1);
     weigh(layer, kv_head);

@@ -68,6 +68,11 @@ class SequencePolicy {
   /// Chooses, having learnt all that there is to learn.  @throws Error{Errc::timeout} if a thread that does so does not
   /// come back.
   void choose(const Asked& asked, SelectionRow& row, Bypass& bypass, scheduler::SelectCounters& counters);
+  /// Writes down what the history of a head proposes for the row of a forward, having learnt all that there is to learn
+  /// from forwards before it, which got to their end. What the device then chooses is chosen once more, from
+  /// ForwardMemory::proposed_q, when there is something to learn from it.
+  void propose(std::uint64_t forward, std::uint32_t layer, std::uint32_t kv_head, const ForwardRow& row,
+               std::chrono::milliseconds timeout) noexcept;
   /// Learns what a head chose in a forward up to `good`, unless another thread does.
   void learn(std::uint32_t layer, std::uint32_t kv_head, std::uint64_t good) noexcept;
   /// Learns what all heads chose in forwards up to `good`. While no thread learns.
@@ -92,6 +97,7 @@ class SequencePolicy {
     Lesson lesson{0};
     std::uint32_t tokens = 0;    ///< that were visible when it chose
     std::uint32_t keep = kNone;  ///< of these, and of those before; kNone: all
+    ForwardRow ahead{};          ///< `proposed` is not 0: the device chose for this row, and the head has not yet
     std::atomic<std::uint64_t> heap_bytes{0};
   };
 
@@ -106,6 +112,11 @@ class SequencePolicy {
   /// Calls visit(head, layer policy, kv_head) for every head of a layer that chooses.
   template <class Visit>
   void for_each_head(const Visit& visit) const;
+  /// All that there is to learn has been, and what was taken back is forgotten.
+  void catch_up(HeadState& mine, std::uint32_t layer, std::uint32_t kv_head, std::uint64_t forward,
+                std::chrono::milliseconds timeout);
+  /// What the device chose.
+  void choose_again(HeadState& state, std::uint32_t layer, std::uint32_t kv_head, HostKv& kv);
   void learn_now(HeadState& state, std::uint32_t layer, std::uint32_t kv_head) noexcept;
   /// By the thread that learns or chooses for the head.
   void weigh(std::uint32_t layer, std::uint32_t kv_head) noexcept;

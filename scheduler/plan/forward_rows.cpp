@@ -143,6 +143,11 @@ Chooser chooser(const PolicySpec& spec) noexcept {
 
 bool clusters_on_device(const PolicySpec& spec) noexcept { return by_clusters(spec); }
 
+bool forecasts(const PolicySpec& spec) noexcept {
+  return only(spec, Source::history) && spec.estimate == Estimate::int4 && spec.budget.kind == BudgetKind::top_k &&
+         spec.bypass_threshold == 0.f && spec.near.share == 0.f;
+}
+
 std::uint32_t prompt_queries(const PolicySpec& spec) noexcept {
   std::uint32_t queries = spec.bypass_threshold > 0.f ? 1 : 0;
   if (spec.uses(Source::history)) queries = spec.history.init_queries;
@@ -166,6 +171,7 @@ bool may_be_dense(const PolicySpec& spec) noexcept { return chooser(spec) == Cho
 ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept {
   ForwardNeeds needs{.bucket = features(spec)};
   if (bounds_window(spec, needs.bucket)) needs.window = static_cast<std::uint32_t>(window_of(spec, shape.page_tokens));
+  needs.bucket.top_k |= forecasts(spec);
   if (needs.bucket.top_k) needs.picks = tokens_per_head(spec, tokens, shape);
   if (by_clusters(spec)) needs.clusters = ClusterSchedule::most_clusters(spec.clusters, tokens);
   if (!needs.bucket.pages) return needs;
@@ -244,6 +250,14 @@ void choose_clusters(const PolicySpec& spec, std::uint32_t slot, std::uint32_t c
   row.sink_end = row.recent_begin = row.tokens;
   row.mass = 0.f;
   row.clusters = {};
+}
+
+void choose_proposed(const PolicySpec& spec, std::uint32_t slot, const RowShape& shape, ForwardRow& row) noexcept {
+  if (!forecasts(spec) || row.asks == 0 || row.drafts != 0 || spec.near.recent_tokens < shape.page_tokens) return;
+  if (row.recent_begin <= row.sink_end) return;
+  row.picks = std::min(tokens_per_head(spec, row.tokens, shape), row.recent_begin - row.sink_end);
+  row.proposed = slot + 1;
+  row.asks = 0;
 }
 
 ForwardRow forward_team(const PolicySpec& spec, std::uint32_t tokens, std::uint32_t drafts,

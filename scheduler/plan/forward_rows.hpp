@@ -22,6 +22,9 @@ enum class Chooser : std::uint8_t {
 /// Whether the device clusters keys for a policy, and chooses among the clusters.
 [[nodiscard]] bool clusters_on_device(const PolicySpec& spec) noexcept;
 
+/// Whether the device can choose of what a policy's history proposes ahead of time, see choose_proposed.
+[[nodiscard]] bool forecasts(const PolicySpec& spec) noexcept;
+
 /// Whether a sequence of this policy attends everything while it is no longer than EngineOptions::dense_tokens: others
 /// learn from what they choose, or have to know all of it.
 [[nodiscard]] bool may_be_dense(const PolicySpec& spec) noexcept;
@@ -71,6 +74,10 @@ struct ForwardNeeds {
 /// tokens. All newer ones are attended. It attends everything where these are too few for the machinery.
 void choose_clusters(const PolicySpec& spec, std::uint32_t slot, std::uint32_t count, std::uint32_t tokens,
                      ForwardRow& row) noexcept;
+
+/// Makes a row whose policy forecasts() choose on the device of what its history proposes in slot `slot`. Not where the
+/// open page is more than the recent tokens: the CPU reads its keys as they are, and the device copies of them.
+void choose_proposed(const PolicySpec& spec, std::uint32_t slot, const RowShape& shape, ForwardRow& row) noexcept;
 
 /// What a team of `drafts` tokens behind `tokens` others chooses from: at least what each of its rows would choose by
 /// itself, if that is a number; if it is a share of the mass, as large a share. So each draft has a budget of far

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "scheduler/plan/forward_rows.hpp"
 #include "scheduler/policy/budget.hpp"
 #include "scheduler/policy/policies.hpp"
 #include "scheduler/policy/proposer.hpp"
@@ -70,29 +71,25 @@ class SparsePolicy final : public LayerPolicy {
     if (SparseHead& head = heads_[kv_head]; head.history) head.history->forecast(tokens);
   }
 
+  bool propose(std::uint32_t kv_head, std::uint32_t tokens, ProposedTokens& to) override {
+    SparseHead& head = heads_[kv_head];
+    const Step step = begin_step(tokens, head);
+    if (!step.seen || head.whole || !forecasts(spec_)) return false;
+    head.observing = all_heads();
+    const std::span<TokenSet> candidates = scratch_of_thread().candidates(group_);
+    SelectCounters counters;
+    proposer_.propose({.kv_head = kv_head, .tokens = tokens}, head, candidates, counters);
+    to.shared = proposer_.together(head);
+    for (std::uint32_t h = 0; h < (to.shared ? 1 : group_); ++h)
+      candidates[h].copy_to(to.words.subspan(h * to.head_words, to.head_words));
+    return true;
+  }
+
   void select(const HeadContext& context, SelectionRow& row, Bypass& bypass, SelectCounters& counters) override {
     SparseHead& head = heads_[context.kv_head];
     bypass.heads = 0;
-    head.scored.clear();
-    head.observing = 0;
-    if (head.history) head.history->catch_up(head.visible);
-    if (head.history && context.tokens != head.visible) keep_notes(head);
-    head.heavy.clear();
-    head.visible = context.tokens;
-    head.steps.add(context.tokens);
-    const std::uint32_t sinks = spec_.near.sink_tokens;
-    if (context.tokens <= sinks) return;
-    if (head.history) recall(context.tokens, head);
-
-    // A budget that holds everything, or a history that tells nothing: attend all, and learn from it. If far tokens
-    // have a budget that does not allow it, all are candidates.
-    const bool blank = head.history && head.history->blank();
-    const std::uint32_t candidates = context.tokens - sinks;
-    const bool dense =
-        (budget_.holds(candidates, context.tokens) && !evicts()) || (blank && budget_.fits(candidates, context.tokens));
-    head.whole = dense || blank || spec_.uses(Source::exact);
-    // A context attended for want of history is always learnt from.
-    head.observes = head.history && (dense || blank || turn_came(head));
+    const auto [seen, dense, blank] = begin_step(context.tokens, head);
+    if (!seen) return;
     std::uint32_t active = all_heads();
     if (head.bypass && !dense && !blank) active &= ~head.bypass->test(context, bypass, counters);
     head.observing = active;
@@ -142,6 +139,36 @@ class SparsePolicy final : public LayerPolicy {
   }
 
  private:
+  /// A step as far as it is known without its queries.
+  struct Step {
+    bool seen = false;  ///< there is something beyond the sinks
+    bool dense = false;
+    bool blank = false;
+  };
+  /// A step that has begun begins once more as it did.
+  Step begin_step(std::uint32_t tokens, SparseHead& head) const {
+    head.scored.clear();
+    head.observing = 0;
+    if (head.history) head.history->catch_up(head.visible);
+    if (head.history && tokens != head.visible) keep_notes(head);
+    head.heavy.clear();
+    head.visible = tokens;
+    head.steps.add(tokens);
+    const std::uint32_t sinks = spec_.near.sink_tokens;
+    if (tokens <= sinks) return {};
+    if (head.history) recall(tokens, head);
+
+    // A budget that holds everything, or a history that tells nothing: attend all, and learn from it. If far tokens
+    // have a budget that does not allow it, all are candidates.
+    const bool blank = head.history && head.history->blank();
+    const std::uint32_t candidates = tokens - sinks;
+    const bool dense = (budget_.holds(candidates, tokens) && !evicts()) || (blank && budget_.fits(candidates, tokens));
+    head.whole = dense || blank || spec_.uses(Source::exact);
+    // A context attended for want of history is always learnt from.
+    head.observes = head.history && (dense || blank || turn_came(head));
+    return {.seen = true, .dense = dense, .blank = blank};
+  }
+
   [[nodiscard]] std::uint32_t all_heads() const noexcept { return ~0u >> (32 - group_); }
 
   /// What was not kept of a prompt is not attended, however short that is.

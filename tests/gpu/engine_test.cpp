@@ -168,6 +168,21 @@ TEST_CASE("a captured forward that streams is the forward, whoever chooses", "[e
   REQUIRE(difference(want, in_place) < 2e-3);
 }
 
+TEST_CASE("a captured forward whose histories propose ahead is the forward", "[engine][gpu][forecast]") {
+  const std::uint32_t rows = GENERATE(1u, 4u);
+  const std::uint32_t near_blocks = GENERATE(0u, 9u);
+  const std::string policy = GENERATE(values<std::string>(
+      {"history | int4 | top_k=40 | near=0,sinks=4,recent=32",
+       "history:observe_every=5,share_group=on | int4 | top_k=40 | near=0,sinks=4,recent=32 | dense=1"}));
+  const AttentionShape shape{.layers = 3, .q_heads = 8, .kv_heads = 2, .head_dim = 128};
+  CAPTURE(rows, near_blocks, policy);
+  const EngineRig rig = engine_rig();
+  std::vector<Story> stories;
+  for (std::uint32_t i = 0; i < rows; ++i) stories.emplace_back(shape, 300 + 330 * i, 70 + i);
+  const auto want = decode(rig, shape, stories, near_blocks, 20, false, PlacementMode::hybrid, policy);
+  REQUIRE(decode(rig, shape, stories, near_blocks, 20, true, PlacementMode::hybrid, policy) == want);
+}
+
 TEST_CASE("a captured forward whose lists are shared is the forward, and what the CPU attends alone", "[engine][gpu]") {
   const std::uint32_t rows = GENERATE(1u, 4u);
   const std::uint32_t near_blocks = GENERATE(0u, 9u);

@@ -45,7 +45,7 @@ struct Desk {
 
 /// With a row whose policy chooses in the first forward.
 struct ChoosingDesk : Desk {
-  ChoosingDesk() { choice.expect(1, {{.sequence = SequenceId{1}, .policy = policy, .index = 0, .window = {}}}); }
+  ChoosingDesk() { choice.expect(1, 0, {{.sequence = SequenceId{1}, .policy = policy, .index = 0, .window = {}}}); }
 
   cpu::Topology machine;
   cpu::Workers one{machine, {.threads = 1, .pin = false}};

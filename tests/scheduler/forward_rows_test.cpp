@@ -166,6 +166,39 @@ TEST_CASE("a row's heads together choose no more far tokens than have a budget, 
   REQUIRE(bound);
 }
 
+TEST_CASE("rows choose on the device of what histories propose, where copies of keys tell the rest",
+          "[plan][forecast]") {
+  const PolicySpec policy = parse_policy("history | int4 | top_k=max(20, 5%) | near=0,sinks=4,recent=20");
+  REQUIRE(forecasts(policy));
+  REQUIRE(chooser(policy) == Chooser::cpu);
+  for (const char* const other :
+       {"lfps", "history | top_k=20", "history | int4 | top_p=0.9", "history | int4 | top_k=20 | bypass=0.8",
+        "history+pages | int4 | top_k=20", "history+exact | int4 | top_k=20", "exact | int4 | top_k=20"}) {
+    CAPTURE(other);
+    REQUIRE_FALSE(forecasts(parse_policy(other)));
+  }
+  for (const std::uint32_t tokens : {1u, 24u, 25u, 40u, 1'000u}) {
+    CAPTURE(tokens);
+    const ForwardRow asks = forward_row(policy, tokens, kLayer);
+    ForwardRow row = asks;
+    choose_proposed(policy, 3, kLayer, row);
+    REQUIRE(row.proposed == (tokens > 24 ? 4 : 0));
+    REQUIRE(row.asks == (tokens > 24 ? 0 : 1));
+    REQUIRE(row.picks == std::min(tokens < 25 ? 0 : tokens - 24, tokens > 400 ? tokens / 20 : 20));
+    REQUIRE(forward_needs(policy, tokens, kLayer).picks >= row.picks);
+    REQUIRE(forward_needs(policy, tokens, kLayer).bucket.top_k);
+    REQUIRE(row.in(0, 7).proposed == 0);  // Rows of a layer with a window.
+    RowShape large = kLayer;
+    large.page_tokens = 32;  // The open page is more than what is recent.
+    ForwardRow same = asks;
+    choose_proposed(policy, 3, large, same);
+    REQUIRE(same.proposed == 0);
+    ForwardRow team = forward_team(policy, tokens, 2, kLayer);
+    choose_proposed(policy, 3, kLayer, team);
+    REQUIRE(team.proposed == 0);
+  }
+}
+
 TEST_CASE("rows choose among clusters of their first tokens and attend all others", "[plan][clusters]") {
   const PolicySpec policy = parse_policy("tactic | int4 | near=0,sinks=4,recent=20");
   REQUIRE(chooser(policy) == Chooser::device);

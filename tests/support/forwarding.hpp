@@ -52,6 +52,7 @@ class ForwardingVerbs : public ForwardVerbs {
   void prefill(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.prefill(memory, layer); }
   void rank(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.rank(memory, layer); }
   void score(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.score(memory, layer); }
+  void propose(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.propose(memory, layer); }
   void choose(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.choose(memory, layer); }
   void split(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.split(memory, layer); }
   void attend(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.attend(memory, layer); }

@@ -16,7 +16,7 @@ constexpr std::uint64_t EngineStats::*kCounters[] = {
     &EngineStats::fetched_tokens, &EngineStats::promoted,       &EngineStats::scored,      &EngineStats::estimated,
     &EngineStats::ranked_pages,   &EngineStats::missed,         &EngineStats::waited_ns,   &EngineStats::answer_ns,
     &EngineStats::sparse_chunks,  &EngineStats::dense_chunks,   &EngineStats::kept_blocks, &EngineStats::causal_blocks,
-    &EngineStats::matched_tokens, &EngineStats::evicted_blocks, &EngineStats::stalls};
+    &EngineStats::matched_tokens, &EngineStats::evicted_blocks, &EngineStats::stalls,      &EngineStats::awaited};
 static_assert(sizeof(EngineStats) == std::size(kCounters) * sizeof(std::uint64_t), "a counter is missing");
 
 }  // namespace

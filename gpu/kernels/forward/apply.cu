@@ -103,6 +103,7 @@ __global__ void end_kernel(const __grid_constant__ ForwardMemory m) {
   outcome.promoted = state.promoted;
   outcome.near_rows = state.near_rows;
   outcome.missed = state.missed;
+  outcome.awaited = state.awaited;
   publish(m, state.forward, state.status);
 }
 

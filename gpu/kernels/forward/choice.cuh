@@ -23,7 +23,10 @@ struct ChoiceShared {
 
 /// Little code, most of it in loops: a launch runs it once, and instructions that are not in a multiprocessor's cache
 /// come at a few hundred cycles for every eight of them.
-class Choice {
+/// `kProposes`: some rows choose of what was proposed to them alone; what has no number for a score was not. Of engines
+/// whose histories propose: to know so takes every other layer two microseconds.
+template <bool kProposes>
+class ChoiceOf {
  public:
   /// Candidates that `kHeads` lists of `room` and what is gathered of them take.
   [[nodiscard]] static constexpr std::uint32_t memory(std::uint32_t room) { return 2 * kHeads * room; }
@@ -32,20 +35,21 @@ class Choice {
   static constexpr std::uint32_t kLeastBytes = 2 * kHeads * kSamples * sizeof(std::uint32_t);
 
   /// @param lists  shared memory for memory(room) candidates
-  __device__ Choice(ChoiceShared& s, Candidate* lists, std::uint32_t room, const Part& part, const Choices& choices,
-                    const Learner& learner)
+  __device__ ChoiceOf(ChoiceShared& s, Candidate* lists, std::uint32_t room, const Part& part, const Choices& choices,
+                      const Learner& learner, bool proposed)
       : s_(s),
         lists_(lists),
         gathered_(lists + kHeads * room),
         room_(room),
         part_(part),
         c_(choices),
-        learner_(learner) {}
+        learner_(learner),
+        proposed_(kProposes && proposed) {}
 
   /// set(token) for every token of this block that a head chooses. All threads of all blocks, after a cluster_sync.
   template <class Set>
   __device__ void run(const Set& set) {
-    if (c_.end - c_.begin <= c_.picks) {
+    if (c_.end - c_.begin <= c_.picks && !proposed()) {
       for (std::uint32_t i = threadIdx.x; i < part_.count(); i += kThreads) {
         if (const std::uint32_t token = part_.token_of(i); c_.between(token)) set(token);
       }
@@ -255,7 +259,7 @@ class Choice {
   /// What is known of a head's scores now, for the next step: a warp each, of one block.
   __device__ void learn() const {
     const std::uint32_t h = threadIdx.x / kWarp;
-    if (part_.rank() != 0 || h >= heads_) return;
+    if (part_.rank() != 0 || h >= heads_ || proposed()) return;
     const std::uint32_t found = __shfl_sync(kAll, found_, static_cast<int>(h * kMostBlocks));
     learner_.learn(c_.first + h, {.kth = foresight::score_of(s_.cuts[h].key),
                                   .least = foresight::score_of(s_.least[h]),
@@ -265,7 +269,8 @@ class Choice {
 
   template <class Set>
   __device__ void take(std::uint32_t h, const Set& set) const {
-    const Cut cut = s_.cuts[h];
+    Cut cut = s_.cuts[h];
+    if (proposed() && cut.key == 0) cut.tie = kAll;  // Fewer are proposed.
     const bool all = !listed(h);
     const std::uint32_t count = all ? part_.count() : s_.counts[h];
 #pragma unroll 1
@@ -281,6 +286,11 @@ class Choice {
     }
   }
 
+  [[nodiscard]] __device__ bool proposed() const {
+    if constexpr (kProposes) return proposed_;
+    return false;
+  }
+
   ChoiceShared& s_;
   Candidate* lists_;
   Candidate* gathered_;
@@ -291,6 +301,8 @@ class Choice {
   std::uint32_t heads_ = 0;    ///< that are chosen for now, from c_.first on
   std::uint32_t found_ = 0;    ///< in lanes [h * kMostBlocks, (h + 1) * kMostBlocks): candidates of head h
   std::uint32_t missing_ = 0;  ///< bits likewise, see listed
+  bool proposed_;
 };
+using Choice = ChoiceOf<false>;
 
 }  // namespace sluice::gpu::forward

@@ -114,6 +114,8 @@ void launch_forward_attend_whole(const ForwardMemory& memory, const ForwardScrat
 /// keeps_chosen().
 void launch_forward_attend_chosen(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,
                                   const AttendVariant& variant, std::uint32_t first, std::uint32_t last);
+/// Waits for what histories propose, and leaves no scores of anything else.
+void launch_forward_propose(const ForwardMemory& memory, const ForwardLayer& layer);
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 /// Whether `split` attends what it finds near, and nothing is left to `attend`.
 [[nodiscard]] bool attends_in_split(const ForwardMemory& memory, const ForwardScratch& scratch);

@@ -102,7 +102,8 @@ __device__ inline std::uint32_t masked(const ForwardMemory& m, const Work& work,
 }
 
 /// Marks every token of this block's that some head of the group attends. Whether all of it was foreseen. All threads
-/// of the cluster, which begins with a cluster_sync once all of its blocks have begun.
+/// of the cluster, which begins with a cluster_sync once all of its blocks have begun. `kProposes`: see ChoiceOf.
+template <bool kProposes>
 __device__ inline bool mark(const ForwardMemory& m, const Work& work, const Foresight& foresight, ChoiceShared& s,
                             Candidate* lists, std::uint32_t room, const Marks& marks) {
   const ForwardRow& row = work.row;
@@ -110,7 +111,7 @@ __device__ inline bool mark(const ForwardMemory& m, const Work& work, const Fore
   detail::cluster_sync();  // All blocks have begun: their memory is there to be written to, and so are their marks.
   if (row.in_pages()) {
     mark_in_pages(m, work, marks);
-  } else if (row.picks != 0) {
+  } else if (row.picks != 0 && (!kProposes || row.asks == 0)) {
     const std::uint64_t head = std::uint64_t{work.index} * m.shape.group();
     const Choices choices{.scores = m.scores + head * m.score_room(),
                           .stride = row.tokens,
@@ -120,7 +121,8 @@ __device__ inline bool mark(const ForwardMemory& m, const Work& work, const Fore
                           .picks = row.picks};
     const Learner learner = learner_of(m, work, foresight, Choice::memory(room));
     Foreseen foreseen(s.foreseen, s.cut, lists, learner, choices);
-    const bool can = foreseen.can();
+    // Keys were scored before anybody looked at what is proposed.
+    const bool can = (!kProposes || row.proposed == 0) && foreseen.can();
     const std::uint32_t missed =
         can ? foreseen.run(marks.part(), [&](std::uint32_t token) { marks.set_in_cluster(token); }) : 0;
     if (can && missed == 0) {
@@ -129,7 +131,8 @@ __device__ inline bool mark(const ForwardMemory& m, const Work& work, const Fore
     }
     if (missed != 0 && marks.part().rank() == 0 && threadIdx.x == 0)
       atomicAdd(reinterpret_cast<unsigned long long*>(&m.state->missed), missed);
-    Choice(s, lists, room, marks.part(), choices, learner).run([&](std::uint32_t token) { marks.set(token); });
+    ChoiceOf<kProposes>(s, lists, room, marks.part(), choices, learner, row.proposed != 0)
+        .run([&](std::uint32_t token) { marks.set(token); });
   }
   __syncthreads();
   return false;

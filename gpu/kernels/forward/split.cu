@@ -68,8 +68,8 @@ __device__ void write_jobs(const ForwardMemory& m, const ForwardScratch& scratch
   }
 }
 
-/// Cluster (y, z): row z, KV head y. Of its thread blocks kAtOnce share a multiprocessor.
-template <int kAtOnce>
+/// Cluster (y, z): row z, KV head y. Of its thread blocks kAtOnce share a multiprocessor. kProposes: see ChoiceOf.
+template <int kAtOnce, bool kProposes>
 __global__ void __launch_bounds__(kThreads, kAtOnce)
     split_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                  const __grid_constant__ Foresight foresight, std::uint32_t layer, std::uint32_t room,
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
     if (work.row.whole()) {
       listed = list_all(m, work, s.list, marks.part());
     } else {
-      foreseen = mark(m, work, foresight, s.choice, memory, room, marks);
+      foreseen = mark<kProposes>(m, work, foresight, s.choice, memory, room, marks);
       Found found(s.list, reinterpret_cast<std::uint32_t*>(memory), 2 * Choice::memory(room), marks);
       listed = list_rows(m, work, s.list, found, marks.part());
     }
@@ -104,6 +104,11 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
   if (threadIdx.x != 0) return;
   if (first) write_jobs(m, scratch, work, listed);
   tell(m, layer, work, listed);
+}
+
+constexpr auto* kernel_for(bool two, bool proposes) {
+  return two ? (proposes ? split_kernel<2, true> : split_kernel<2, false>)
+             : (proposes ? split_kernel<1, true> : split_kernel<1, false>);
 }
 
 /// Candidates of a head that a block lists: as many as there is shared memory for beside the marks.
@@ -152,7 +157,7 @@ std::uint32_t attending_blocks(const ForwardMemory& memory, const ForwardScratch
       variant.head_tiles != 1 || memory.shape.group() > kMostHeads || !TunedHeadDims::has(variant.head_dim))
     return 0;
   // Of choices by score alone: pages may leave layers that attend everything, which more blocks do faster.
-  if (!memory.bucket.top_k || memory.bucket.pages || memory.bucket.unbounded) return 0;
+  if (!memory.bucket.top_k || memory.bucket.pages || memory.bucket.unbounded || memory.proposes()) return 0;
   const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
   if (lists > scratch.multiprocessors || memory.bucket.max_tokens > kMostTokensAttended) return 0;
   const std::uint32_t blocks = std::min(blocks_of(memory, scratch), std::bit_floor(scratch.multiprocessors / lists));
@@ -183,7 +188,7 @@ void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scr
       lists * blocks > scratch.multiprocessors && scratch.split.shared_of_two >= room_bytes(kLeastRoomOfTwo) + marks;
   const SplitLaunch launch = launch_of(memory, blocks, two ? scratch.split.shared_of_two : scratch.split.most_shared);
   OverlappingLaunch(launch.grid, kThreads, launch.bytes, static_cast<cudaStream_t>(layer.stream), blocks)
-      .run(two ? split_kernel<2> : split_kernel<1>, "launch the split kernel of a forward", memory, scratch,
+      .run(kernel_for(two, memory.proposes()), "launch the split kernel of a forward", memory, scratch,
            foresight_of(memory, scratch, layer.layer), layer.layer, launch.room, memory.list_room());
 }
 
@@ -214,11 +219,15 @@ ForwardSplitLimits load_forward_split_kernels() {
   const int half = attribute_of(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / 2 -
                    attribute_of(cudaDevAttrReservedSharedMemoryPerBlock);
   cudaFuncAttributes attributes;
-  ForwardSplitLimits limits{.blocks = kMostBlocks,
-                            .shared_of_two = give_shared(split_kernel<2>, std::min(most, half), attributes)};
-  limits.most_shared = give_shared(split_kernel<1>, most, attributes);
+  const auto give = [&](bool two, int bytes) {  // As both variants have room for.
+    return std::min(give_shared(kernel_for(two, true), bytes, attributes),
+                    give_shared(kernel_for(two, false), bytes, attributes));
+  };
+  ForwardSplitLimits limits{.blocks = kMostBlocks, .shared_of_two = give(true, std::min(most, half))};
+  limits.most_shared = give(false, most);
   const auto fits = [&] {
-    return ClusterLaunch(1, limits.blocks, kThreads, limits.most_shared).at_once(split_kernel<1>) != 0;
+    const ClusterLaunch launch(1, limits.blocks, kThreads, limits.most_shared);
+    return launch.at_once(kernel_for(false, true)) != 0 && launch.at_once(kernel_for(false, false)) != 0;
   };
   // Compiled for a device without clusters, it knows of none.
   if (compiled_for() < Compiled::clusters) limits.blocks = 1;

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (detail::cluster_rank() == 0 && threadIdx.x == 0) m.far_windows[work.index] = 0;
   const Marks marks(reinterpret_cast<std::uint32_t*>(memory + Choice::memory(room)), Part(work.row.tokens));
   const Part& part = marks.part();
-  const bool foreseen = mark(m, work, foresight, s.choice, memory, room, marks);
+  const bool foreseen = mark<false>(m, work, foresight, s.choice, memory, room, marks);
   Near near(m, work, near_shared, reinterpret_cast<typename Near::WarpOut*>(memory));
   Found found(s.list, reinterpret_cast<std::uint32_t*>(memory), 2 * Choice::memory(room), marks);
   const Listed listed = list_far(m, work, near_shared.listed, found, part);
