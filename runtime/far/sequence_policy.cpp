@@ -147,8 +147,8 @@ void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypas
   // Another head of the row could propose nothing, so that all of them choose here.
   std::uint64_t proposed = forward;
   (void)mine.lesson.compare_exchange_strong(proposed, 0, std::memory_order_acq_rel);
-  mine.ahead = {};
   catch_up(mine, layer, kv_head, forward, timeout);
+  mine.ahead = {};  // Not before: another thread may have been learning from it.
   const bool team = window.drafts != 0;
   const std::uint32_t visible = team ? window.tokens + 1 : window.tokens;
   const std::size_t floats = std::size_t{memory_.shape.group()} * memory_.shape.head_dim;
