@@ -23,6 +23,18 @@ std::uint32_t team_members(std::uint32_t members, std::uint32_t own, std::uint32
   return members | others;
 }
 
+/// By the clock of a process that runs.
+template <class Ready>
+bool comes(const Ready& ready, std::chrono::milliseconds timeout) {
+  constexpr std::chrono::microseconds kNap{50};
+  const Deadline deadline = deadline_after(timeout);
+  while (!cpu::spin_until(ready)) {
+    if (RunClock::now() >= deadline) return false;
+    std::this_thread::sleep_for(kNap);
+  }
+  return true;
+}
+
 }  // namespace
 
 FarChoice::FarChoice(const ForwardMemory& memory, const cpu::Kernels& kernels, std::chrono::milliseconds timeout)
@@ -37,10 +49,14 @@ FarChoice::FarChoice(const ForwardMemory& memory, const cpu::Kernels& kernels, s
 void FarChoice::expect(std::uint64_t forward, std::uint64_t after, std::vector<ChoosingRow> rows) {
   if (!rows.empty()) used_.store(true, std::memory_order_relaxed);
   const auto proposed = std::ranges::count_if(rows, [](const ChoosingRow& row) { return row.window.proposed != 0; });
+  Ahead& ahead = ahead_[forward % kMostForwards];
+  ahead.claims.store(0);
+  if (!comes([&] { return ahead.busy.load() == 0; }, timeout_))
+    throw Error(Errc::timeout, "a thread in which a history proposes for an earlier token has not come back within " +
+                                   std::to_string(timeout_.count()) +
+                                   " ms; repeat the call when it may have, or destroy the engine");
   const std::lock_guard lock(mutex_);
   rows_[forward % kMostForwards] = {.forward = forward, .rows = std::move(rows)};
-  Ahead& ahead = ahead_[forward % kMostForwards];
-  ahead.claims.store(0, std::memory_order_relaxed);
   ahead.after.store(after, std::memory_order_relaxed);
   ahead.items.store(static_cast<std::uint32_t>(proposed) * memory_.layer_heads(), std::memory_order_relaxed);
   if (proposed != 0) ahead.claims.store(forward << Ahead::kBits, std::memory_order_release);
@@ -112,17 +128,12 @@ std::vector<std::shared_ptr<SequencePolicy>> FarChoice::policies() noexcept {
 }
 
 FarChoice::Rest FarChoice::rest(std::chrono::milliseconds timeout) {
-  constexpr std::chrono::microseconds kNap{50};
   resting_.store(true);
   Rest rest(*this);
-  const Deadline deadline = deadline_after(timeout);
-  while (!cpu::spin_until([&] { return learning_.load() == 0; })) {
-    if (RunClock::now() >= deadline)
-      throw Error(Errc::timeout, "a thread in which a policy learns from an earlier token has not come back within " +
-                                     std::to_string(timeout.count()) +
-                                     " ms; repeat the call when it may have, or destroy the engine");
-    std::this_thread::sleep_for(kNap);
-  }
+  if (!comes([&] { return learning_.load() == 0; }, timeout))
+    throw Error(Errc::timeout, "a thread in which a policy learns from an earlier token has not come back within " +
+                                   std::to_string(timeout.count()) +
+                                   " ms; repeat the call when it may have, or destroy the engine");
   return rest;
 }
 

@@ -60,6 +60,8 @@ class FarChoice {
   FarChoice(const ForwardMemory& memory, const cpu::Kernels& kernels, std::chrono::milliseconds timeout);
 
   /// `after`: the forward that it builds on, from whose end on its rows' histories may propose.
+  /// @throws Error{Errc::timeout} if a thread that proposed for one of kMostForwards before does not come back, and
+  /// nothing was changed
   void expect(std::uint64_t forward, std::uint64_t after, std::vector<ChoosingRow> rows);
   /// It did not get to its end, and nothing of it is asked or answered any more. While no thread learns, unless it
   /// cannot have begun.
@@ -132,6 +134,9 @@ class FarChoice {
     std::atomic<std::uint64_t> claims{0};
     std::atomic<std::uint64_t> after{0};
     std::atomic<std::uint32_t> items{0};
+    /// Threads that claim, or propose what they have claimed: of layers that nobody waits for, beyond the forward's
+    /// end. Sequentially consistent with claims: who takes these back finds the thread, or the thread nothing to claim.
+    std::atomic<std::uint32_t> busy{0};
     [[nodiscard]] bool open(std::uint64_t claim, std::uint64_t good, std::uint64_t planned) const noexcept {
       const std::uint64_t forward = claim >> kBits;
       return forward != 0 && forward <= planned && after.load(std::memory_order_relaxed) <= good &&
@@ -145,7 +150,8 @@ class FarChoice {
   /// Whether the CPU chooses for a row in a layer: if its history was to propose, once it has.
   [[nodiscard]] bool asks(const ChoosingRow& row, std::uint32_t layer) const noexcept;
 
-  /// A thread learns. Sequentially consistent with `rest`: either it finds the thread, or the thread that it rests.
+  /// A thread learns, or proposes. Sequentially consistent with `rest`: either it finds the thread, or the thread that
+  /// it rests.
   class Learning {
    public:
     explicit Learning(std::atomic<std::uint32_t>& threads) noexcept : threads_(threads) { ++threads_; }
@@ -225,8 +231,8 @@ bool FarChoice::propose(std::uint64_t good, std::uint64_t planned, const Wanted&
     while (each.open(claim, good, planned)) {
       if (resting_.load(std::memory_order_relaxed)) return false;
       if (wanted()) return true;
-      if (!each.claims.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel, std::memory_order_acquire))
-        continue;
+      const Learning proposing(each.busy);
+      if (!each.claims.compare_exchange_weak(claim, claim + 1)) continue;
       propose_item(claim >> Ahead::kBits, Ahead::item_of(claim));
       claim = each.claims.load(std::memory_order_acquire);
     }

@@ -165,7 +165,11 @@ void FarWorkers::work(std::uint32_t thread, const std::stop_token& stop) {
       heard = Clock::now();
     } else if (const std::uint64_t ended = look(memory_.mailbox->outcome.forward); called && ended > learnt) {
       move(thread, pu);
-      const auto wanted = [&] { return look(memory_.mailbox->question.asked) > seen || stop.stop_requested(); };
+      // A forward whose layers are proposed for asks nothing before that.
+      const auto wanted = [&] {
+        return look(memory_.mailbox->question.asked) > seen || stop.stop_requested() ||
+               choice_.proposes(look(memory_.mailbox->outcome.good), expected_.load(std::memory_order_relaxed));
+      };
       if (choice_.learn(look(memory_.mailbox->outcome.good), wanted)) {
         learnt = ended;
       } else if (!wanted()) {

@@ -20,8 +20,8 @@ __device__ void publish(const ForwardMemory& m, std::uint64_t forward, ForwardSt
   auto& outcome = m.mailbox->outcome;
   m.state->told = forward;
   outcome.status[forward % kMostForwards] = status;
-  outcome.good = m.state->good;
-  __threadfence_system();
+  // By this alone workers know that queries which came back for histories, and new keys, are there.
+  SystemWord<std::uint64_t>(outcome.good).store(m.state->good, cuda::memory_order_release);
   SystemWord<std::uint64_t>(outcome.forward).store(forward, cuda::memory_order_release);
 }
 
