@@ -151,28 +151,39 @@ inline Vec dot_codes(const float* q, const Int4Queries& queries, const std::byte
   return Simd::sum_lanes(sums);
 }
 
-void score_int4(const ScoreInt4Rows& args) noexcept {
-  const Int4Queries queries(args.q, args.group, args.head_dim, args.scale);
-  for (std::uint32_t tile = 0; tile < args.count; tile += kWidth) {
-    const std::uint32_t rows = args.count - tile < kWidth ? args.count - tile : kWidth;
-    const std::byte* codes[kWidth];
-    std::byte halves[2 * kWidth * 2] = {};
-    for (std::uint32_t r = 0; r < kWidth; ++r) {  // What is missing in the last tile repeats its last row.
+/// Where kWidth rows lie, scale and zero of each in turn as f16, on the way while those before are multiplied. What is
+/// missing in the last tile repeats its last row.
+struct Int4Tile {
+  const std::byte* codes[kWidth];
+  std::byte halves[2 * kWidth * 2];
+  std::uint32_t rows;
+
+  Int4Tile(const ScoreInt4Rows& args, std::uint32_t tile) noexcept
+      : rows(args.count - tile < kWidth ? args.count - tile : kWidth) {
+    for (std::uint32_t r = 0; r < kWidth; ++r) {
       const std::uint32_t row = tile + (r < rows ? r : rows - 1);
       codes[r] = args.codes[row];
       __builtin_memcpy(halves + r * Int4Layout::kParamBytes, args.params[row], Int4Layout::kParamBytes);
       const std::uint32_t ahead = tile + r + 2 * kWidth;
       if (ahead < args.count) prefetch_row(args.codes[ahead], args.head_dim / 2);
     }
+    if (tile + 2 * kWidth < args.count) prefetch_line(args.params[tile + 2 * kWidth]);
+  }
+};
+
+void score_int4(const ScoreInt4Rows& args) noexcept {
+  const Int4Queries queries(args.q, args.group, args.head_dim, args.scale);
+  for (std::uint32_t tile = 0; tile < args.count; tile += kWidth) {
+    const Int4Tile lines(args, tile);
     alignas(64) float params[2 * kWidth];  // scale, zero of every row
-    Simd::store(params, Simd::load_as<DType::f16>(halves));
-    Simd::store(params + kWidth, Simd::load_as<DType::f16>(halves + kWidth * 2));
+    Simd::store(params, Simd::load_as<DType::f16>(lines.halves));
+    Simd::store(params + kWidth, Simd::load_as<DType::f16>(lines.halves + kWidth * 2));
     for_each_block(args.group, [&](auto heads, std::uint32_t head) {
       using H = decltype(heads);
-      for (std::uint32_t r = 0; r < rows; r += H::kRows) {
+      for (std::uint32_t r = 0; r < lines.rows; r += H::kRows) {
         alignas(64) float dots[kWidth];
-        Simd::store(dots, dot_codes<H::kHeads>(queries.packed + head * queries.stride, queries, codes + r));
-        for (std::uint32_t i = 0; i < H::kRows && r + i < rows; ++i) {
+        Simd::store(dots, dot_codes<H::kHeads>(queries.packed + head * queries.stride, queries, lines.codes + r));
+        for (std::uint32_t i = 0; i < H::kRows && r + i < lines.rows; ++i) {
           for (std::uint32_t h = 0; h < H::kHeads; ++h) {
             const float score =
                 params[2 * (r + i)] * dots[i * H::kHeads + h] + params[2 * (r + i) + 1] * queries.sums[head + h];

@@ -150,34 +150,25 @@ void score_int4_bytes(const ScoreInt4Rows& args) noexcept {
   if (!queries.exact) return score_int4(args);
   alignas(64) float dots[kMaxGroup * kWidth];
   for (std::uint32_t tile = 0; tile < args.count; tile += kWidth) {
-    const std::uint32_t rows = args.count - tile < kWidth ? args.count - tile : kWidth;
-    const std::byte* codes[kWidth];
-    std::byte halves[2 * kWidth * 2];
-    for (std::uint32_t r = 0; r < kWidth; ++r) {  // What is missing in the last tile repeats its last row.
-      const std::uint32_t row = tile + (r < rows ? r : rows - 1);
-      codes[r] = args.codes[row];
-      __builtin_memcpy(halves + r * Int4Layout::kParamBytes, args.params[row], Int4Layout::kParamBytes);
-      const std::uint32_t ahead = tile + r + 2 * kWidth;
-      if (ahead < args.count) prefetch_row(args.codes[ahead], args.head_dim / 2);
-    }
-    if (tile + 2 * kWidth < args.count) prefetch_row(args.params[tile + 2 * kWidth], kWidth * Int4Layout::kParamBytes);
+    const Int4Tile lines(args, tile);
     for_each_block(args.group, [&](auto heads, std::uint32_t head) {
       using H = decltype(heads);
       float* const to = dots + head * kWidth;
-      queries.vectors == 1 ? dot_tile<H, 1>(queries, head, codes, to) : dot_tile<H, 2>(queries, head, codes, to);
+      queries.vectors == 1 ? dot_tile<H, 1>(queries, head, lines.codes, to)
+                           : dot_tile<H, 2>(queries, head, lines.codes, to);
     });
-    const auto [scales, zeros] = unzip_params(halves);
+    const auto [scales, zeros] = unzip_params(lines.halves);
     for (std::uint32_t h = 0; h < args.group; ++h) {
       const Vec dot = Simd::mul(Simd::load(dots + h * kWidth), Simd::set(queries.units[h]));
       const Vec score = Simd::fma(scales, dot, Simd::mul(zeros, Simd::set(queries.sums[h])));
       float* const out = args.out + tile * args.token_stride + h * args.head_stride;
-      if (args.token_stride == 1 && rows == kWidth) {
+      if (args.token_stride == 1 && lines.rows == kWidth) {
         Simd::store(out, score);
         continue;
       }
       alignas(64) float some[kWidth];
       Simd::store(some, score);
-      for (std::uint32_t r = 0; r < rows; ++r) out[r * args.token_stride] = some[r];
+      for (std::uint32_t r = 0; r < lines.rows; ++r) out[r * args.token_stride] = some[r];
     }
   }
 }

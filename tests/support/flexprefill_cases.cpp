@@ -53,17 +53,7 @@ std::uint64_t require_like(const ReferenceChoice& expected, const Selection& fou
     require_lines(found, head);
   }
   REQUIRE(choice.causal == expected.causal);
-  std::uint64_t open = 0;
-  for (std::uint32_t row = 0; row < found.shape.rows; ++row) {
-    for (std::uint32_t block = 0; block <= found.shape.top + row; ++block) {
-      CAPTURE(row, block);
-      const bool kept = found.kept(head, row, block);
-      if (expected.sure[row][block] != 0 && !kept) FAIL("a sure pair is missing");
-      if (expected.possible[row][block] == 0 && kept) FAIL("an impossible pair is kept");
-      open += expected.sure[row][block] != expected.possible[row][block] ? 1u : 0u;
-    }
-  }
-  return open;
+  return require_pairs(expected.sure, expected.possible, found, head);
 }
 
 /// Pairs of a query and a key block, of all heads.

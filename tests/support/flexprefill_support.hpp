@@ -71,6 +71,23 @@ inline Selection select(BackendUnderTest& under_test, const PlacedPrompt& placed
   return select(under_test, placed, range, flexprefill(flex));
 }
 
+/// A head keeps the pairs of a query and a key block that are sure, and only possible ones: [row][block]. Returns how
+/// many the reference left open.
+template <class Mask>
+std::uint64_t require_pairs(const Mask& sure, const Mask& possible, const Selection& found, std::uint32_t head) {
+  std::uint64_t open = 0;
+  for (std::uint32_t row = 0; row < found.shape.rows; ++row) {
+    for (std::uint32_t block = 0; block <= found.shape.top + row; ++block) {
+      CAPTURE(row, block);
+      const bool kept = found.kept(head, row, block);
+      if (sure[row][block] != 0 && !kept) FAIL("a sure pair is missing");
+      if (possible[row][block] == 0 && kept) FAIL("an impossible pair is kept");
+      open += sure[row][block] != possible[row][block] ? 1u : 0u;
+    }
+  }
+  return open;
+}
+
 /// What holds for every choice, whatever was rounded.
 inline void require_sound(const Selection& found, Range range, const FlexPrefillSpec& spec) {
   const std::uint32_t blocks = found.shape.top + found.shape.rows;

@@ -40,17 +40,7 @@ std::uint64_t require_like(const PatternChoice& expected, const Selection& found
   REQUIRE(std::ranges::count(expected.may_be, choice.pattern) == 1);
   REQUIRE(choice.query_aware == (choice.pattern == HeadPattern::block_sparse ? 1u : 0u));
   REQUIRE(choice.causal == expected.causal);
-  std::uint64_t open = 0;
-  for (std::uint32_t row = 0; row < found.shape.rows; ++row) {
-    for (std::uint32_t block = 0; block <= found.shape.top + row; ++block) {
-      CAPTURE(row, block);
-      const bool kept = found.kept(head, row, block);
-      if (expected.sure[row][block] != 0 && !kept) FAIL("a sure pair is missing");
-      if (expected.possible[row][block] == 0 && kept) FAIL("an impossible pair is kept");
-      open += expected.sure[row][block] != expected.possible[row][block] ? 1u : 0u;
-    }
-  }
-  return open;
+  return require_pairs(expected.sure, expected.possible, found, head);
 }
 
 }  // namespace
