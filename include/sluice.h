@@ -210,13 +210,16 @@ typedef struct sluice_engine_options {
   /// largest_decode_rows sequences, up to where choosing pays. Not of policies that choose on the CPU or among clusters
   uint32_t dense_tokens;
   uint32_t handover;      ///< SLUICE_HANDOVER_AUTO; an engine's options say what that came to
-  uint32_t reserved;      ///< 0
+  /// A switch: means of the values of full pages are kept, for policies with rest=mean (0); of the host
+  /// device alone
+  uint32_t value_means;
 } sluice_engine_options;
 
 /// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options).
 SLUICE_API sluice_status sluice_engine_options_init(sluice_engine_options* options, size_t struct_size);
 /// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features,
-/// digests, max_picks, max_ranked, max_window, prompt_queries, cpu_sequences, cluster_sequences and max_clusters.
+/// digests, value_means, max_picks, max_ranked, max_window, prompt_queries, cpu_sequences, cluster_sequences and
+/// max_clusters.
 /// Lowers nothing, so that it can be called for several policies; call it when page_tokens is set. `policy` as in
 /// sluice_engine_begin.
 SLUICE_API sluice_status sluice_engine_options_make_room_for(sluice_engine_options* options, const char* policy,
@@ -533,7 +536,7 @@ typedef struct sluice_memory {
   uint64_t near_pages;       ///< device
   uint64_t near_pages_used;  ///< of these, when the newest forward ended
   uint64_t codes;            ///< device: 4-bit copies of keys
-  uint64_t digests;          ///< device: of full pages
+  uint64_t digests;          ///< device: of full pages, means of their values among them
   uint64_t buffers;          ///< device: everything else
 } sluice_memory;
 

@@ -51,7 +51,9 @@ void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardL
                  .params = codes + copy.params_offset() + at * Int4Layout::kParamBytes,
                  .rows = 1,
                  .head_dim = m.shape.head_dim});
-  if (m.digests == nullptr || at + 1 != m.layout.page_tokens) return;
+  if (at + 1 != m.layout.page_tokens) return;
+  if (m.keeps_means) value_mean(kernels, m.far_layout, page, m.value_mean_of(plane, block));
+  if (m.digests == nullptr) return;
   (m.digest == DigestKind::box ? of.digest_box : of.digest_cuboid_mean)({.k = page,
                                                                          .scales = scales_in(m.far_layout, page),
                                                                          .out = m.digest_of(plane, block),

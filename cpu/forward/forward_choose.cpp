@@ -1,11 +1,11 @@
 // What a row that chooses attends: pages are ranked, tokens estimated and chosen, and what is chosen is told apart,
 // near rows here and far rows there.
 #include <algorithm>
-#include <bit>
 #include <vector>
 
 #include "cpu/backend/verbs.hpp"
 #include "cpu/forward/forward_layer.hpp"
+#include "cpu/forward/forward_marks.hpp"
 #include "sluice/forward_tasks.hpp"
 #include "sluice/order_key.hpp"
 #include "sluice/top_k.hpp"
@@ -18,26 +18,6 @@ std::uint32_t token_of(const ForwardMemory& m, const ForwardRow& row, const std:
   if (!row.in_pages()) return i;
   return ranked[i / m.layout.page_tokens] * m.layout.page_tokens + i % m.layout.page_tokens;
 }
-
-/// A bit for each of a row's tokens.
-class Marks {
- public:
-  explicit Marks(std::uint32_t tokens) : words_(div_up(tokens, 64)) {}
-  void set(std::uint32_t token) noexcept { words_[token / 64] |= std::uint64_t{1} << token % 64; }
-  void set(std::uint32_t begin, std::uint32_t end) noexcept {
-    for (; begin < end; ++begin) set(begin);
-  }
-  template <class Body>
-  void for_each(const Body& body) const {
-    for (std::uint32_t i = 0; i < words_.size(); ++i) {
-      for (std::uint64_t word = words_[i]; word != 0; word &= word - 1)
-        body(i * 64 + static_cast<std::uint32_t>(std::countr_zero(word)));
-    }
-  }
-
- private:
-  std::vector<std::uint64_t> words_;
-};
 
 /// What query head `h` of all rows' has chosen, whose pages are `ranked`.
 void mark_head(const ForwardMemory& m, const ForwardRow& row, std::uint64_t h, const std::uint32_t* ranked,
@@ -56,7 +36,8 @@ void mark_head(const ForwardMemory& m, const ForwardRow& row, std::uint64_t h, c
   }
 }
 
-/// Tokens that some head of the group attends.
+}  // namespace
+
 Marks marks_of(const ForwardMemory& m, const ForwardRow& row, std::uint32_t index) {
   Marks marks(row.tokens);
   marks.set(0, std::min(row.sink_end, row.tokens));
@@ -68,6 +49,8 @@ Marks marks_of(const ForwardMemory& m, const ForwardRow& row, std::uint32_t inde
               marks);
   return marks;
 }
+
+namespace {
 
 /// A list's rows, told apart; the far ones, which are counted where a late worker may look, are returned.
 std::uint32_t tell_apart(const ForwardMemory& m, const ForwardRow& row, std::uint32_t plane, std::uint32_t index) {

@@ -27,7 +27,7 @@ void await_answer(const ForwardMemory& m) {
   state.released = state.asked;
 }
 
-/// A head's output from what was attended near, over the link, and far, whose lse is what `sum` is given back with.
+/// A head's output from what was attended near, over the link, and far, and what is left, whose lse is what `sum` is given back with.
 float merge_head(const ForwardMemory& m, std::uint64_t h, const ForwardRow& row, float* sum) {
   const std::uint64_t index = h / m.shape.group();
   const std::uint64_t at = h * m.shape.head_dim;
@@ -42,6 +42,7 @@ float merge_head(const ForwardMemory& m, std::uint64_t h, const ForwardRow& row,
   };
   if (m.near_counts[index] != 0 || row.drafts != 0) add(m.near_out + at, m.near_lse[h]);
   if (m.fetches() && (m.fetch_heads[index] >> h % m.shape.group() & 1) != 0) add(m.fetched_out + at, m.fetched_lse[h]);
+  if (row.rest != 0 && m.rest_lse[h] != kEmptyLse) add(m.rest_out + index * m.shape.head_dim, m.rest_lse[h]);
   const bool listed = m.far_listed[index] != m.fetched_of(m.far_listed[index]);
   if (row.asks != 0 ? m.far_lse[h] != kEmptyLse : listed) add(m.far_out + at, m.far_lse[h]);
   if (numbers) return lse;
@@ -127,6 +128,7 @@ void attend(const Workers& workers, const Kernels& kernels, const ForwardMemory&
           rows.push_back(of.near + std::uint64_t{of.near_lists[index * of.list_room() + i]} * of.layout.row_bytes());
         attend_rows(kernels, of, index, rows);
         if (row.drafts != 0) attend_edge(kernels, of, row, plane, index);
+        if (row.rest != 0) weigh_rest(of, row, plane, index);
       });
 }
 

@@ -98,6 +98,10 @@ struct EngineOptions {
   /// Of full pages, for policies that rank them: 2 * head_dim numbers of device memory for each page that host_bytes
   /// hold. What a policy calls them (PageSourceOptions::digest) must be the same.
   std::optional<DigestKind> digests{};
+  /// Of full pages, the mean of their values, for policies whose rest is that (`rest=mean`): head_dim float32 of device
+  /// memory for each page, layer and KV head that host_bytes hold. Of host devices alone; and rows of such a policy are
+  /// not verified together, see Bucket::drafts.
+  bool value_means = false;
   std::uint32_t max_ranked = 512;  ///< pages that a query head may choose
   std::uint32_t max_window = 512;  ///< sinks and recent tokens of a policy, together
   /// Of `sequences`, those whose policies choose among clusters on the device (tactic | int4): each has room in device
@@ -138,7 +142,7 @@ struct EngineOptions {
 };
 
 /// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features of
-/// the largest bucket, digests, max_picks, max_ranked, max_window and prompt_queries; cpu_sequences to one at least, if
+/// the largest bucket, digests, value_means, max_picks, max_ranked, max_window and prompt_queries; cpu_sequences to one at least, if
 /// it chooses on the CPU; `forecasts`, if its history tells the device and observes so few steps that this is faster;
 /// cluster_sequences likewise and max_clusters, if it chooses among clusters on the device. Lowers nothing, so that it
 /// can be called for several policies.
@@ -147,7 +151,7 @@ struct EngineOptions {
 void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options);
 
 /// What an engine with these options would reserve, by component, without building it: far_pages, pinned, near_pages,
-/// codes, digests and buffers, as Engine::memory() says them later; the threads' own `partials` depend on the machine.
+/// codes, digests (means of values among them) and buffers, as Engine::memory() says them later; the threads' own `partials` depend on the machine.
 /// `device`: as for Engine; null: the embedded host device, which wants no scratch memory, a GPU some.
 /// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if the device cannot serve the shape
 [[nodiscard]] EngineMemoryUse memory_needed(const EngineOptions& options, Device* device = nullptr);

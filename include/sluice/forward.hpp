@@ -61,6 +61,9 @@ struct ForwardClustering {
   std::uint32_t dense_every = 0;
 };
 
+/// Pages at most whose values stand for what is not attended, see ForwardRow::rest.
+inline constexpr std::uint32_t kMostRestPages = 256;
+
 /// A row that chooses: what its query heads may choose from.
 struct ForwardRow {
   std::uint32_t list = kNone;  ///< its sequence's block list; kNone: there is no such row
@@ -83,6 +86,9 @@ struct ForwardRow {
   /// Not 0: each query head chooses `picks` of the tokens that its history proposes, in slot `proposed` - 1 of
   /// ForwardMemory::proposals; `asks` is as ForwardVerbs::propose finds it in each layer.
   std::uint32_t proposed = 0;
+  /// Not 0: what no query head of a group has chosen is to it one token more: as heavy as its estimates say, the value
+  /// the mean of those of as many full pages, see rest_page. With ranks() alone.
+  std::uint32_t rest = 0;
 
   /// Whether the device chooses tokens by score: of all, or of those in the pages that it has chosen.
   [[nodiscard]] constexpr bool ranks() const noexcept { return (picks != 0 || mass > 0.f) && clusters.count == 0; }
@@ -91,6 +97,10 @@ struct ForwardRow {
   /// Whether a token is attended by all heads, whatever is chosen.
   [[nodiscard]] constexpr bool in_window(std::uint32_t token) const noexcept {
     return token < sink_end || token >= recent_begin;
+  }
+  /// The i-th page of `rest`: they are spread evenly over the `full` pages.
+  [[nodiscard]] constexpr std::uint32_t rest_page(std::uint32_t i, std::uint32_t full) const noexcept {
+    return static_cast<std::uint32_t>(std::uint64_t{i} * full / rest);
   }
   /// Whether all tokens are attended.
   [[nodiscard]] constexpr bool whole() const noexcept { return sink_end == tokens; }
@@ -107,6 +117,7 @@ struct ForwardRow {
     row.mass = 0.f;
     row.asks = 0;
     row.proposed = 0;
+    row.rest = 0;
     row.clusters = {};
     return row;
   }

@@ -43,6 +43,7 @@ struct ForwardMemory {
   std::uint32_t promotions = 0;         ///< rows that a plane brings near in one forward, at most
   std::uint32_t max_pages = 0;          ///< of a block list
   std::uint32_t prefill_window = 0;     ///< tokens of keys that a chunk attends at a time, a multiple of page_tokens
+  bool keeps_means = false;  ///< there are `value_means`, and rows may have a rest, see ForwardRow
   /// Chunks may choose blocks of keys, see ForwardChunk::sparse; then a window holds the longest sequence.
   bool sparse_prefill = false;
   PrefillSpec prefill{};  ///< how they do
@@ -74,6 +75,7 @@ struct ForwardMemory {
   std::byte* near = nullptr;       ///< [planes, near_pages] pages, whose rows hold any tokens of their plane
   std::byte* codes = nullptr;      ///< [planes, blocks] 4-bit copies, see Int4Layout
   std::byte* digests = nullptr;    ///< [planes, blocks, 2, head_dim] of full pages, as the dtype; null: none
+  float* value_means = nullptr;    ///< [planes, blocks, head_dim] of the values of full pages; null: none
   std::uint32_t* lists = nullptr;  ///< [stacks, list_count, max_pages] blocks; for the verbs of a layer its stack's
   /// [planes, blocks * page_tokens] near row of the plane | kNearBit, or | kComingBit while it is being filled, or the
   /// newest forward that attended the row far, 0 if there was none. Not there if near_pages is 0.
@@ -104,7 +106,10 @@ struct ForwardMemory {
   std::uint32_t* far_windows = nullptr;  ///< [decode_rows, kv_heads] not 0: sinks or recent tokens are among them
   float* near_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
   float* near_lse = nullptr;             ///< [decode_rows, q_heads]
-  // Likewise, of far rows that the device attends over the link, if it fetches().
+  // Of rows with a rest, if it keeps_means:
+  float* rest_out = nullptr;  ///< [decode_rows, kv_heads, head_dim] its value
+  float* rest_lse = nullptr;  ///< [decode_rows, q_heads] what it weighs; kEmptyLse: nothing
+  // As near_out and near_lse, of far rows that the device attends over the link, if it fetches().
   std::uint32_t* fetch_heads = nullptr;  ///< [decode_rows, kv_heads] bit h: query head h attends some
   float* fetched_out = nullptr;          ///< [decode_rows, q_heads, head_dim]
   float* fetched_lse = nullptr;          ///< [decode_rows, q_heads]
@@ -339,6 +344,10 @@ struct ForwardMemory {
   /// The digest of a block of a plane: hi, then lo.
   [[nodiscard]] constexpr std::byte* digest_of(std::uint32_t plane, std::uint32_t block) const noexcept {
     return digests + far_page(plane, block) * 2 * layout.row_bytes();
+  }
+  /// The mean of a block's values.
+  [[nodiscard]] constexpr float* value_mean_of(std::uint32_t plane, std::uint32_t block) const noexcept {
+    return value_means + far_page(plane, block) * shape.head_dim;
   }
   /// What query head 0 found out about a chunk of a forward in a layer; the other heads follow.
   [[nodiscard]] constexpr PrefillChoice* choices_of(std::uint64_t forward, std::uint32_t layer,

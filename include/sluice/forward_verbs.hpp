@@ -67,7 +67,8 @@ class ForwardVerbs {
   /// Begins the forward that was planned last, unless it has begun before.
   virtual void begin(const ForwardMemory& memory, void* stream) = 0;
   /// New keys and values go to their far page, its 4-bit copy, and its near page if there is one; queries of rows that
-  /// choose to both sides, and those of tokens with a tail there. Pages that become full get their digest. Outputs, if
+  /// choose to both sides, and those of tokens with a tail there. Pages that become full get their digest and
+  /// the mean of their values. Outputs, if
   /// there are any, of padding become 0, and all of them NaN if the forward does not run.
   virtual void append(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Causal attention of the chunks' rows to all tokens up to their own; or to those in the blocks that FlexPrefill
@@ -90,7 +91,10 @@ class ForwardVerbs {
   /// Lists what a group attends, near rows here and far rows there, and asks the workers for the far part if there is
   /// one that the device does not fetch, or something to choose. What one head of a group chose all of them attend.
   virtual void split(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
-  /// Attends near rows that `split` has not; of teams what some of their rows see and others do not, see ForwardEdge.
+  /// Attends near rows that `split` has not; of teams what some of their rows see and others do not, see ForwardEdge. Of
+  /// rows with a rest the mean of its pages' value_means, float32, in any order, and for each query head the natural log
+  /// of the sum of the exponentials of its capped scores of the tokens that its group does not attend, of which NaN and
+  /// -infinity weigh nothing; kEmptyLse without any. In teams there is none.
   virtual void attend(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Of a bucket that is whole: its rows attend all tokens, near ones there and far ones over the link, and outputs are
   /// written. Without windows, audits, drafts, and rows with scales.
@@ -112,7 +116,7 @@ class ForwardVerbs {
   /// `merge`, a few lists at a time, in their order: they are attended while the CPU chooses for those behind them.
   virtual void fetch(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Waits for the far part, at most answer_ns by the device's clock, and merges. Where it has none to wait, an answer
-  /// that is not there was given up.
+  /// that is not there was given up. The rest, where it weighs anything, is one more part, and in the lse.
   virtual void merge(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Of each row that chooses: what it asked, what it got, and what the device listed for it, near or far, to pinned
   /// memory. The layer has an lse.

@@ -139,6 +139,13 @@ struct BudgetOptions {
   friend bool operator==(const BudgetOptions&, const BudgetOptions&) = default;
 };
 
+/// What stands for the tokens that are not attended? Beside what is attended a virtual token, whose weight is what their
+/// scores by 4-bit copies say that they weigh together (SparQ attention, arXiv 2312.04985, section 4).
+enum class Rest : std::uint8_t {
+  none,  ///< nothing: what is attended has all the weight
+  mean,  ///< the mean of the sequence's values: of its full pages, of 256 of them if there are more
+};
+
 /// Tokens of one layer, over all its KV heads, that a sequence's next token attends beyond sinks and recent tokens:
 /// max(min_tokens, share * visible tokens * KV heads). Each query head keeps at most this many / query heads of a
 /// layer, its best, before anybody asks which of them are near: what is selected depends on policy, shape and length
@@ -174,6 +181,7 @@ struct PolicySpec {
   std::uint32_t label_channels = 16;  ///< read if the estimate is `channels`; all there are, if fewer. [1, 256]
   BudgetOptions budget;       ///< read unless sources is 0 or has `all`
   FarOptions far;             ///< likewise
+  Rest rest = Rest::none;     ///< `mean` with `exact` alone, the estimate `int4`, and top_k or top_p
   NearOptions near;
   /// Heads whose sink mass exceeds this skip attending (LFPS section 4.3). 0: never. (0, 1]
   float bypass_threshold = 0.f;
@@ -199,7 +207,7 @@ struct PolicySpec {
 ///   source  = ("all" | "exact" | "history" | "pages" | "clusters" | "lsh" | "snapshot" | "none") [":" options]
 ///   stage   = "int4" | "channels=" CHANNELS | "hadamard" | "top_k=" COUNT | "top_p=" SHARE | "fitted=" SHARE
 ///           | "progressive=" SHARE ["," options] | "sampled" | "verified=" SHARE ["," options]
-///           | "far=" COUNT | "bypass=" ("off" | ["sink:"] SHARE) ["," options]
+///           | "far=" COUNT | "rest=" ("none" | "mean") | "bypass=" ("off" | ["sink:"] SHARE) ["," options]
 ///           | "near=" SHARE ["," options] | "dense=" LAYERS ["," options] | "page=" TOKENS
 ///   options = key "=" value {"," key "=" value}
 ///

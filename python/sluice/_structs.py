@@ -99,7 +99,7 @@ class EngineOptions(Sized):
         ("max_clusters", c_uint32),
         ("dense_tokens", c_uint32),
         ("handover", c_uint32),
-        ("reserved", c_uint32),
+        ("value_means", c_uint32),
     ]
 
 

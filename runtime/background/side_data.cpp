@@ -14,6 +14,7 @@ void SideData::make(std::uint32_t plane, std::span<const std::uint32_t> blocks, 
   wait();
   copies_.clear();
   digests_.clear();
+  means_.clear();
   const std::uint32_t page_tokens = memory_.layout.page_tokens;
   const std::uint64_t copy_bytes = Int4Layout(memory_.layout).page_bytes();
   for (std::uint32_t first = 0, i = 0; first < tokens; first += page_tokens, ++i) {
@@ -23,9 +24,12 @@ void SideData::make(std::uint32_t plane, std::span<const std::uint32_t> blocks, 
     copies_.push_back({.page = far, .rows = rows, .out = memory_.codes + page * copy_bytes});
     if (memory_.digests != nullptr && rows == page_tokens)
       digests_.push_back({.page = far, .out = memory_.digest_of(plane, blocks[i])});
+    if (memory_.keeps_means && rows == page_tokens)
+      means_.push_back({.page = far, .out = memory_.value_mean_of(plane, blocks[i])});
   }
   backend_.make_codes(copies_, memory_.far_layout, stream_.get());
   backend_.digest(digests_, memory_.digest, memory_.far_layout, stream_.get());
+  if (memory_.keeps_means) backend_.mean_values(means_, memory_.far_layout, stream_.get());
 }
 
 void SideData::wait() { stream_->synchronize(deadline_after(timeout_)); }

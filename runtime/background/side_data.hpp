@@ -12,7 +12,7 @@
 
 namespace sluice::runtime {
 
-/// Makes digests and 4-bit copies of pages that no forward has brought: on the device, from host memory, with what its
+/// Makes digests, means of values and 4-bit copies of pages that no forward has brought: on the device, from host memory, with what its
 /// forwards make them by. On a stream of its own; what it made is there for all streams once `wait` returns.
 class SideData {
  public:
@@ -33,6 +33,7 @@ class SideData {
   std::chrono::milliseconds timeout_;
   std::vector<CodesTask> copies_;  ///< as long as the stream may read them
   std::vector<DigestTask> digests_;
+  std::vector<ValueMeanTask> means_;
   std::unique_ptr<Stream> stream_;  ///< last: it stops before anything above goes
 };
 

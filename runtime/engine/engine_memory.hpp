@@ -61,6 +61,7 @@ class EngineMemory {
   std::unique_ptr<Buffer> near_;
   std::unique_ptr<Buffer> codes_;
   std::unique_ptr<Buffer> digests_;  ///< null unless the options want some
+  std::unique_ptr<Buffer> means_;    ///< likewise
   std::unique_ptr<Buffer> device_;
   std::unique_ptr<Buffer> pinned_;
   std::vector<ForwardMemory> slips_;  ///< [in_flight] alike but for the slip

@@ -14,7 +14,8 @@ void validate(const EngineOptions& options);
   return {.shape = shape,
           .max_window = options.max_window,
           .digests = options.digests,
-          .cluster_sequences = options.cluster_sequences};
+          .cluster_sequences = options.cluster_sequences,
+          .value_means = options.value_means};
 }
 
 /// Of pages in host memory.

@@ -119,6 +119,12 @@ void read_bypass(const Word& value, PolicySpec& spec) {
   }
 }
 
+Rest read_rest(const Word& value) {
+  if (value.value == "none") return Rest::none;
+  if (value.value == "mean") return Rest::mean;
+  value.fail("is no rest; there are none and mean");
+}
+
 struct Stage {
   std::string_view name;
   bool has_value;
@@ -155,6 +161,7 @@ constexpr Stage kStages[] = {
        require_choosing(w, s);
        read_larger_of(w, s.far.min_tokens, s.far.share);
      }},
+    {"rest", true, Room::flat, [](const Word& w, PolicySpec& s) { s.rest = read_rest(w); }},
     {"bypass", true, Room::bypass, read_bypass},
     {"near", true, Room::near, [](const Word& w, PolicySpec& s) { s.near.share = read_share(w); }},
     {"dense", true, Room::dense, [](const Word& w, PolicySpec& s) { s.dense_layers = read_count(w); }},

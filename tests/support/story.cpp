@@ -12,7 +12,8 @@ namespace {
 
 float half(float x) { return static_cast<float>(static_cast<_Float16>(x)); }
 
-/// A key as its 4-bit copy has it; see Int4Layout.
+}  // namespace
+
 std::vector<double> decoded(const float* key, std::uint32_t head_dim) {
   const auto [least, most] = std::minmax_element(key, key + head_dim);
   const float scale = half(std::max((*most - *least) / 15.f, 0x1p-24f));
@@ -24,8 +25,6 @@ std::vector<double> decoded(const float* key, std::uint32_t head_dim) {
   }
   return out;
 }
-
-}  // namespace
 
 Story::Story(const AttentionShape& shape, std::uint32_t tokens, std::uint64_t seed) : shape_(shape), tokens_(tokens) {
   Random random(seed);

@@ -9,6 +9,9 @@
 
 namespace sluice::test {
 
+/// A key as its 4-bit copy has it, see Int4Layout.
+[[nodiscard]] std::vector<double> decoded(const float* key, std::uint32_t head_dim);
+
 /// Queries, keys and values of one sequence, the latter two on a grid that every dtype holds exactly, with a few keys
 /// that stand out.
 class Story {

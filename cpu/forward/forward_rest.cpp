@@ -1,0 +1,52 @@
+// What a row leaves: how much it weighs to each query head, and the value that stands for it.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "cpu/forward/forward_layer.hpp"
+#include "cpu/forward/forward_marks.hpp"
+#include "sluice/partial.hpp"
+
+namespace sluice::cpu {
+namespace {
+
+/// Natural log of the sum of exponentials of these tokens' scores, which NaN and -infinity are no part of.
+float weight_of(const AttentionShape& shape, const std::vector<std::uint32_t>& tokens, const float* scores) {
+  float top = kEmptyLse;
+  for (const std::uint32_t token : tokens) {
+    if (const float score = shape.capped(scores[token]); score > top) top = score;
+  }
+  if (top == kEmptyLse) return kEmptyLse;
+  double sum = 0.0;
+  for (const std::uint32_t token : tokens) {
+    const float score = shape.capped(scores[token]);
+    if (!std::isnan(score)) sum += std::exp(score - top);
+  }
+  return top + static_cast<float>(std::log(sum));
+}
+
+}  // namespace
+
+void weigh_rest(const ForwardMemory& m, const ForwardRow& row, std::uint32_t plane, std::uint32_t index) {
+  thread_local std::vector<std::uint32_t> left;
+  left.clear();
+  const Marks attended = marks_of(m, row, index);
+  for (std::uint32_t token = row.sink_end; token < row.recent_begin; ++token) {
+    if (!attended.contains(token)) left.push_back(token);
+  }
+  const std::uint64_t first = first_head(m, index);
+  const float* const scores = m.scores + first * m.score_room();
+  for (std::uint32_t h = 0; h < m.shape.group(); ++h)
+    m.rest_lse[first + h] = weight_of(m.shape, left, scores + h * std::uint64_t{row.tokens});
+
+  const std::uint32_t full = row.tokens / m.layout.page_tokens;
+  float* const out = m.rest_out + std::uint64_t{index} * m.shape.head_dim;
+  std::fill_n(out, m.shape.head_dim, 0.f);
+  for (std::uint32_t i = 0; i < row.rest; ++i) {
+    const float* const mean = m.value_mean_of(plane, m.list_of(row.list)[row.rest_page(i, full)]);
+    for (std::uint32_t c = 0; c < m.shape.head_dim; ++c) out[c] += mean[c];
+  }
+  for (std::uint32_t c = 0; c < m.shape.head_dim; ++c) out[c] /= static_cast<float>(row.rest);
+}
+
+}  // namespace sluice::cpu

@@ -1,0 +1,116 @@
+#include "tests/support/rest_reference.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+namespace sluice::test {
+namespace {
+
+/// One KV head at one token.
+class Group {
+ public:
+  Group(const Story& story, const AttentionShape& shape, std::uint32_t layer, std::uint32_t token, std::uint32_t kv,
+        const RestPolicy& policy)
+      : story_(story), shape_(shape), layer_(layer), token_(token), kv_(kv), policy_(policy), marked_(token + 1, false) {
+    sink_end_ = std::min(policy.sinks, token + 1);
+    recent_ = std::max(sink_end_, token + 1 - std::min(policy.recent, token + 1));
+    for (std::uint32_t j = 0; j <= token; ++j) {
+      marked_[j] = anyway(j);
+      copies_.push_back(decoded(key(j), shape.head_dim));
+    }
+    for (std::uint32_t h = 0; h < shape.group(); ++h) choose(estimates(h));
+  }
+
+  void attend(std::uint32_t h, Attention& to) const {
+    const std::vector<double> guessed = estimates(h);
+    const std::vector<double> value = mean();
+    std::vector<double> out(shape_.head_dim, 0.0);
+    double top = -INFINITY;
+    for (std::uint32_t j = 0; j <= token_; ++j) top = std::fmax(top, marked_[j] ? score(h, j) : guessed[j]);
+    double sum = 0.0;
+    for (std::uint32_t j = 0; j <= token_; ++j) {
+      if (!marked_[j] && (value.empty() || std::isnan(guessed[j]))) continue;
+      const double weight = std::exp((marked_[j] ? score(h, j) : guessed[j]) - top);
+      sum += weight;
+      for (std::uint32_t c = 0; c < shape_.head_dim; ++c) out[c] += weight * (marked_[j] ? of(j)[c] : value[c]);
+    }
+    for (const double x : out) to.out.push_back(x / sum);
+    to.lse.push_back(top + std::log(sum));
+  }
+
+ private:
+  [[nodiscard]] bool anyway(std::uint32_t j) const { return j < sink_end_ || j >= recent_; }
+  [[nodiscard]] const float* key(std::uint32_t j) const { return story_.k(layer_, j) + kv_ * shape_.head_dim; }
+  [[nodiscard]] const float* of(std::uint32_t j) const { return story_.v(layer_, j) + kv_ * shape_.head_dim; }
+  template <class Key>
+  [[nodiscard]] double product(std::uint32_t h, const Key& key) const {
+    const float* const q = story_.q(layer_, token_) + (kv_ * shape_.group() + h) * shape_.head_dim;
+    double dot = 0.0;
+    for (std::uint32_t c = 0; c < shape_.head_dim; ++c) dot += double{key[c]} * q[c];
+    return reference::score(shape_, dot);
+  }
+  [[nodiscard]] double score(std::uint32_t h, std::uint32_t j) const { return product(h, key(j)); }
+  [[nodiscard]] std::vector<double> estimates(std::uint32_t h) const {
+    std::vector<double> all;
+    for (const auto& copy : copies_) all.push_back(product(h, copy));
+    return all;
+  }
+
+  void choose(const std::vector<double>& guessed) {
+    std::vector<std::uint32_t> order(token_ + 1);
+    std::iota(order.begin(), order.end(), 0u);
+    const auto rank = [&](std::uint32_t j) { return std::isnan(guessed[j]) ? -INFINITY : guessed[j]; };
+    std::ranges::stable_sort(order, [&](std::uint32_t a, std::uint32_t b) { return rank(a) > rank(b); });
+    const auto weight = [&](std::uint32_t j) { return std::exp(rank(j) - rank(order.front())); };
+    double all = 0.0;
+    double held = 0.0;
+    for (const std::uint32_t j : order) {
+      all += weight(j);
+      held += anyway(j) ? weight(j) : 0.0;
+    }
+    std::uint32_t chosen = 0;
+    for (const std::uint32_t j : order) {
+      if (policy_.mass == 0.0 ? chosen == policy_.picks : held >= policy_.mass * all) return;
+      if (anyway(j)) continue;
+      ++chosen;
+      held += weight(j);
+      marked_[j] = true;
+    }
+  }
+
+  /// Empty without full pages.
+  [[nodiscard]] std::vector<double> mean() const {
+    const std::uint32_t full = (token_ + 1) / policy_.page_tokens;
+    const std::uint32_t pages = std::min(full, 256u);
+    std::vector<double> sum(pages == 0 ? 0 : shape_.head_dim, 0.0);
+    for (std::uint32_t i = 0; i < pages; ++i) {
+      const std::uint32_t first = i * full / pages * policy_.page_tokens;
+      for (std::uint32_t j = first; j < first + policy_.page_tokens; ++j)
+        for (std::uint32_t c = 0; c < shape_.head_dim; ++c) sum[c] += of(j)[c] / (double{1} * pages * policy_.page_tokens);
+    }
+    return sum;
+  }
+
+  const Story& story_;
+  const AttentionShape& shape_;
+  std::uint32_t layer_, token_, kv_;
+  const RestPolicy& policy_;
+  std::uint32_t sink_end_ = 0, recent_ = 0;
+  std::vector<bool> marked_;
+  std::vector<std::vector<double>> copies_;
+};
+
+}  // namespace
+
+Attention attended_with_rest(const Story& story, const AttentionShape& shape, std::uint32_t layer, std::uint32_t token,
+                             const RestPolicy& policy) {
+  Attention attention;
+  for (std::uint32_t kv = 0; kv < shape.kv_heads; ++kv) {
+    const Group group(story, shape, layer, token, kv, policy);
+    for (std::uint32_t h = 0; h < shape.group(); ++h) group.attend(h, attention);
+  }
+  return attention;
+}
+
+}  // namespace sluice::test
