@@ -7,7 +7,7 @@ namespace {
 
 constexpr const char* kName = "sluice_engine_options";
 static_assert(SLUICE_DENSE_AUTO == sluice::kDenseAuto);
-static_assert(offsetof(sluice_engine_options, reserved) + sizeof(std::uint32_t) == sizeof(sluice_engine_options));
+static_assert(offsetof(sluice_engine_options, value_means) + sizeof(std::uint32_t) == sizeof(sluice_engine_options));
 static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16) &&
               SLUICE_FP8_E4M3 == static_cast<int>(DType::fp8_e4m3));
 

@@ -100,7 +100,8 @@ void append_queries(const Kernels& kernels, const ForwardMemory& memory, const F
 void attend_edge(const Kernels& kernels, const ForwardMemory& memory, const ForwardRow& row, std::uint32_t plane,
                  std::uint32_t index);
 /// Of a row with a rest what that weighs to each query head of a list, and its value.
-void weigh_rest(const ForwardMemory& memory, const ForwardRow& row, std::uint32_t plane, std::uint32_t index);
+void weigh_rest(const Kernels& kernels, const ForwardMemory& memory, const ForwardRow& row, std::uint32_t plane,
+                std::uint32_t index);
 void promote(const ForwardMemory& memory, std::uint32_t layer);
 void fetch(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void merge(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);

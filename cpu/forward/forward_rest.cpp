@@ -1,6 +1,7 @@
 // What a row leaves: how much it weighs to each query head, and the value that stands for it.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "cpu/forward/forward_layer.hpp"
@@ -11,23 +12,25 @@ namespace sluice::cpu {
 namespace {
 
 /// Natural log of the sum of exponentials of these tokens' scores, which NaN and -infinity are no part of.
-float weight_of(const AttentionShape& shape, const std::vector<std::uint32_t>& tokens, const float* scores) {
-  float top = kEmptyLse;
+float weight_of(const Kernels& kernels, const AttentionShape& shape, const std::vector<std::uint32_t>& tokens,
+                const float* scores) {
+  thread_local std::vector<float> capped;
+  thread_local std::vector<float> weights;
+  capped.clear();
   for (const std::uint32_t token : tokens) {
-    if (const float score = shape.capped(scores[token]); score > top) top = score;
+    if (const float score = shape.capped(scores[token]); !std::isnan(score)) capped.push_back(score);
   }
-  if (top == kEmptyLse) return kEmptyLse;
-  double sum = 0.0;
-  for (const std::uint32_t token : tokens) {
-    const float score = shape.capped(scores[token]);
-    if (!std::isnan(score)) sum += std::exp(score - top);
-  }
-  return top + static_cast<float>(std::log(sum));
+  const auto top = std::ranges::max_element(capped);
+  if (top == capped.end() || *top == kEmptyLse) return kEmptyLse;
+  weights.resize(capped.size());
+  kernels.weigh(capped.data(), capped.size(), *top, weights.data());
+  return *top + static_cast<float>(std::log(std::accumulate(weights.begin(), weights.end(), 0.0)));
 }
 
 }  // namespace
 
-void weigh_rest(const ForwardMemory& m, const ForwardRow& row, std::uint32_t plane, std::uint32_t index) {
+void weigh_rest(const Kernels& kernels, const ForwardMemory& m, const ForwardRow& row, std::uint32_t plane,
+                std::uint32_t index) {
   thread_local std::vector<std::uint32_t> left;
   left.clear();
   const Marks attended = marks_of(m, row, index);
@@ -37,7 +40,7 @@ void weigh_rest(const ForwardMemory& m, const ForwardRow& row, std::uint32_t pla
   const std::uint64_t first = first_head(m, index);
   const float* const scores = m.scores + first * m.score_room();
   for (std::uint32_t h = 0; h < m.shape.group(); ++h)
-    m.rest_lse[first + h] = weight_of(m.shape, left, scores + h * std::uint64_t{row.tokens});
+    m.rest_lse[first + h] = weight_of(kernels, m.shape, left, scores + h * std::uint64_t{row.tokens});
 
   const std::uint32_t full = row.tokens / m.layout.page_tokens;
   float* const out = m.rest_out + std::uint64_t{index} * m.shape.head_dim;

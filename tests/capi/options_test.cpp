@@ -37,6 +37,7 @@ sluice_engine_options unlike_the_defaults() {
   options.policy_bytes = 3u << 20;
   options.max_picks = 100;
   options.digests = SLUICE_DIGESTS_BOX;
+  options.value_means = 1;
   options.max_ranked = 77;
   options.max_window = 55;
   options.cluster_sequences = 3;
@@ -236,6 +237,7 @@ TEST_CASE("what an engine would take is what it takes", "[capi][options]") {
   auto options = small_options();
   options.near_bytes = 1u << 18;
   options.digests = SLUICE_DIGESTS_BOX;
+  options.value_means = 1;
   auto needed = sized<sluice_memory>(), made = sized<sluice_memory>();
   const auto compare = [&] {
     require_ok(sluice_engine_options_memory_needed(&options, &needed));

@@ -79,6 +79,9 @@ PolicyLayer::PolicyLayer(const PolicySpec& spec, LayerBatch batch, cpu::Backend&
                                        "': page ranking and the near share are the device's part; use topk, lfps, "
                                        "streaming, or set near=0");
   }
+  if (spec.rest != Rest::none)
+    throw Error(Errc::unsupported, "bench cpu cannot measure policy '" + spec.name +
+                                       "': its rest is the device's part; write rest=none, or use eval");
   for (const SyntheticLayer* each : batch_) {
     policies_.push_back(scheduler::make_layer_policy(spec, shape_, each->options().layout.page_tokens, LayerId{0}));
     for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {
