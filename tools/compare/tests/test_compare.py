@@ -1,0 +1,141 @@
+"""What can be tested without a GPU: shapes, the commands of ours, tables, and that a wrong kernel is found out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import attention
+import kernels
+import pytest
+import torch
+from cases import PAGE, SCALE, TOLERANCE, DecodeCase, PromptCase
+from shapes import HEAD_DIM, KV_HEADS, Shape, commands, read_shape
+from tables import beside, table
+
+
+@pytest.mark.parametrize(("text", "want"), [
+    ("8x32K", Shape(8, 32768)), ("4K", Shape(1, 4096)), ("16x1K-128K", Shape(16, 131072, 1024)), ("3x100-1000", Shape(3, 1000, 100)),
+])
+def test_shapes(text: str, want: Shape) -> None:
+    assert read_shape(text) == want and read_shape(str(want)) == want
+
+
+@pytest.mark.parametrize("text", ["", "x8K", "0x8K", "8x", "8K-", "8M", "2x2K-1K"])
+def test_no_shapes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="give"):
+        read_shape(text)
+    with pytest.raises(SystemExit):
+        attention.arguments(["decode", text])
+    assert "give" in capsys.readouterr().err
+
+
+def test_ragged() -> None:
+    lengths = Shape(16, 131072, 1024).lengths
+    assert lengths[0] == 131072 and lengths[-1] == 1024 and len(lengths) == 16 and lengths == sorted(lengths, reverse=True)
+    assert all(abs(a / b - 128 ** (1 / 15)) < 0.002 for a, b in zip(lengths, lengths[1:]))
+    assert Shape(2, 100, 100).lengths == [100, 100] and Shape(1, 100, 10).lengths == [100]
+
+
+def test_commands() -> None:
+    shapes = [read_shape(text) for text in ("8x32K", "32x8K", "32K", "16x1K-32K")]
+    dense = ["bench", "gpu", "--device", "cuda", "--sections", "attention", "--length"]
+    assert commands("decode", shapes, []) == [
+        [*dense, "32768", "--rows", "1,8", "--dense-only"], [*dense, "8192", "--rows", "32", "--dense-only"],
+        [*dense, "32768", "--rows", "16", "--ragged", "1024", "--dense-only"]]
+    assert commands("decode", shapes[:1], ["--policies", "a | b"])[0][-2:] == ["--policies", "a | b"]
+    (prompts,) = commands("prefill", [Shape(1, 4096), Shape(1, 1024)], [])
+    assert prompts[prompts.index("--length") + 1] == "1024,4096" and prompts[prompts.index("--chunk") + 1] == "4096"
+
+
+def forward(**changes: object) -> dict:
+    return {"length_tokens": 1024, "rows": 4, "method": "sluice", "placement": "near", "mode": "graph", "layer_us": 5.0, **changes}
+
+
+def test_ours_beside_them() -> None:
+    dense = forward(method="dense in HBM", placement=None, mode=None, layer_us=10.0)
+    result = {"config": {"ragged": 256}, "results": {"attention": [dense, forward(mode="enqueued", layer_us=6.0), forward()]}}
+    assert beside(result) == [{"shape": "4x256-1K", "kernel": "sluice dense", "us": 10.0},
+                              {"shape": "4x256-1K", "kernel": "near/sluice", "us": 5.0}]
+    result["results"]["attention"].pop()
+    assert beside(result)[1]["us"] == 6.0
+    prompt = {"length_tokens": 2048, "rows": 1, "method": "dense", "chunk_tokens": 2048, "total_ms": 2.0}
+    result = {"config": {"ragged": 0}, "results": {"prefill": [prompt, {**prompt, "chunk_tokens": 1024, "total_ms": 3.0}]}}
+    assert beside(result) == [{"shape": "1x2K", "kernel": "sluice dense", "us": 2000.0}]
+
+
+def test_table() -> None:
+    rivals = [{"shape": "4x1K", "kernel": "a", "us": 20.0}, {"shape": "4x1K", "kernel": "b", "error": "wrong"},
+              {"shape": "1x1K", "kernel": "a", "us": 4.0}]
+    ours = [{"shape": "4x1K", "kernel": "sluice dense", "us": 10.0}, {"shape": "8x1K", "kernel": "sluice dense", "us": 1.0}]
+    shown = table({"device": "D", "torch": "T", "what": "decode", "rivals": rivals, "missing": {"c": "no c"}, "ours": ours})
+    assert "| 4x1K | 20 (2.00) | - | 10 (1.00) |" in shown and "| 1x1K | 4 | - | - |" in shown
+    assert "- b, 4x1K: wrong" in shown and "- c is missing: no c" in shown and "8x1K" not in shown
+    one = {"device": "D", "torch": "T", "what": "prefill", "rivals": [{"shape": "1x1K", "kernel": "a", "us": 1500.0}],
+           "missing": {}, "ours": []}
+    assert "| 1x1K | 1.5 |" in table(one)
+
+
+def plain(case: DecodeCase, left_out: int = 0) -> torch.Tensor:
+    """torch's attention without a kernel of its own, of pages as others get them."""
+    numbers, copies = kernels.pages_of(case)
+    k, v = copies[-1]
+    out = []
+    for q, pages, length in zip(case.q, numbers, case.lengths):
+        keys, values = (each[pages].reshape(-1, KV_HEADS, HEAD_DIM)[: length - left_out].transpose(0, 1)[None] for each in (k, v))
+        out.append(torch.nn.functional.scaled_dot_product_attention(q[None, :, None].float(), keys.float(), values.float(),
+                                                                    scale=SCALE, enable_gqa=True)[0, :, 0])
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 3 * PAGE), Shape(3, 4 * PAGE + 7, 50), Shape(1, 4000)])
+def test_decode_is_held_against_attention(shape: Shape) -> None:
+    case = DecodeCase(shape, "cpu", cold_bytes=1)
+    assert case.copies == 1 and case.error(plain(case)) < TOLERANCE / 10
+    assert case.error(plain(case, left_out=1)) > TOLERANCE
+    if case.capacity > min(case.lengths):
+        assert case.error(plain(case, left_out=-1)) > TOLERANCE
+    assert case.error(plain(case) * float("nan")) > TOLERANCE
+
+
+def test_prompts_are_held_against_attention() -> None:
+    case = PromptCase(Shape(1, 300), "cpu")
+    q, k, v = (each.transpose(1, 2).float() for each in (case.q, case.k, case.v))
+
+    def attended(first_seen: int) -> torch.Tensor:
+        seen = torch.ones(300, 300, dtype=torch.bool).tril(first_seen)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
+
+    assert case.error(attended(0)) < TOLERANCE / 10
+    assert case.error(attended(1)) > TOLERANCE and case.error(attended(-1)) > TOLERANCE
+
+
+def test_one_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash_attn_3", "fa3_fwd", "flashinfer"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    found, missing = kernels.available("decode", None, None)
+    assert list(found) == ["torch flash"] and "--fa3" in missing["FlashAttention-3"] and "FlashInfer XQA" in missing
+    found, missing = kernels.available("prefill", "torch cuDNN,none", None)
+    assert list(found) == ["torch cuDNN"] and "have torch flash" in missing["none"]
+
+
+def test_ours_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command that fails for one of two lengths leaves a gap."""
+    command = tmp_path / "sluice"
+    result = {"config": {"ragged": 0}, "results": {"attention": [forward(length_tokens=2048)]}}
+    command.write_text("#!/bin/sh\ncase \"$*\" in *'--length 1024'*) echo no room >&2; exit 1 ;; esac\n"
+                       f"for file; do :; done\ncat >\"$file\" <<'END'\n{json.dumps(result)}\nEND\n")
+    command.chmod(0o755)
+    assert attention.ours(str(command), "decode", [Shape(4, 1024), Shape(4, 2048)], []) == [
+        {"shape": "4x2K", "kernel": "near/sluice", "us": 5.0}]
+    assert "no room" in capsys.readouterr().err
+
+
+def test_prompts_have_no_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        attention.arguments(["prefill", "2x4K"])
+    assert "one at a time" in capsys.readouterr().err
+    assert attention.arguments(["prefill"]).shapes[0] == Shape(1, 4096)
+    assert attention.arguments(["decode", "--options=--policies 'a | b'"]).options == "--policies 'a | b'"
