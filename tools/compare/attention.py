@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import shlex
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from shapes import Shape, commands, read_shape
-from tables import beside, table
+from side_by_side import of_report, table
 
 SHAPES = {
     "decode": "4K 32K 128K 8x32K 32x8K 4x128K 16x1K-128K",
@@ -51,17 +52,17 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 
 def ours(command: str, what: str, shapes: list[Shape], options: list[str]) -> list[dict]:
-    """What `sluice bench` says of these shapes; a run that fails is named and leaves a gap."""
+    """Reports of `sluice bench` about these shapes; a run that fails is named and leaves a gap."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "result.json"
+        file = Path(folder) / "report.json"
         for words in commands(what, shapes, options):
             run = subprocess.run([command, *words, "-o", "json", "--output", str(file)], stdout=subprocess.DEVNULL,
                                  stderr=subprocess.PIPE, text=True)
-            if run.returncode != 0:
+            if run.returncode == 0:
+                found.append(json.loads(file.read_text()))
+            else:
                 print(f"sluice {' '.join(words)}: {run.stderr.strip()[-300:]}", file=sys.stderr)
-                continue
-            found += beside(json.loads(file.read_text()))
     return found
 
 
@@ -75,16 +76,20 @@ def main(words: list[str]) -> int:
     if not torch.cuda.is_available():
         print("compare: error: torch finds no GPU here", file=sys.stderr)
         return 1
-    result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "what": args.what, "rivals": [],
-              "missing": {}, "ours": []}
-    chosen, result["missing"] = kernels.available(args.what, args.kernels, args.fa3)
-    result["versions"] = {name: kernel.version for name, kernel in chosen.items()}
+    chosen, missing = kernels.available(args.what, args.kernels, args.fa3)
+    lines = []
     for shape in args.shapes:
-        result["rivals"] += measure(args.what, shape, chosen, args.rounds)
+        lines += measure(args.what, shape, chosen, args.rounds)
         torch.cuda.empty_cache()
-    if args.sluice:
-        result["ours"] = ours(args.sluice, args.what, args.shapes, shlex.split(args.options))
-    shown = json.dumps(result, indent=1) if args.format == "json" else table(result)
+    reports = ours(args.sluice, args.what, args.shapes, shlex.split(args.options)) if args.sluice else []
+    lines += [line for report in reports for line in of_report(report)]
+    lines += [{"kernel": name, "error": f"missing: {why}"} for name, why in missing.items()]
+    versions = {"torch": torch.__version__, **{name: kernel.version for name, kernel in chosen.items()}}
+    host = reports[0]["host"] if reports else {"cpu": platform.processor(), "gpu": torch.cuda.get_device_name()}
+    result = {"tool": "compare", "version": reports[0]["version"] if reports else "not measured", "host": host,
+              "config": {"what": args.what, "rounds": args.rounds, "options": args.options, "versions": versions},
+              "results": {"beside": lines}}
+    shown = json.dumps(result, indent=1) if args.format == "json" else f"{host['gpu']}, {versions}\n\n{table(lines)}"
     if args.output:
         Path(args.output).write_text(shown + "\n")
     else:

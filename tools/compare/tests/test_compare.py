@@ -9,10 +9,11 @@ from pathlib import Path
 import attention
 import kernels
 import pytest
+import timing
 import torch
 from cases import PAGE, SCALE, TOLERANCE, DecodeCase, PromptCase
 from shapes import HEAD_DIM, KV_HEADS, Shape, commands, read_shape
-from tables import beside, table
+from side_by_side import of_report, table
 
 
 @pytest.mark.parametrize(("text", "want"), [
@@ -50,31 +51,30 @@ def test_commands() -> None:
 
 
 def forward(**changes: object) -> dict:
-    return {"length_tokens": 1024, "rows": 4, "method": "sluice", "placement": "near", "mode": "graph", "layer_us": 5.0, **changes}
+    return {"length_tokens": 1024, "rows": 4, "method": "sluice", "placement": "near", "mode": "graph", "layer_us": 5.0,
+            "coverage_mean": 0.9, **changes}
 
 
 def test_ours_beside_them() -> None:
     dense = forward(method="dense in HBM", placement=None, mode=None, layer_us=10.0)
     result = {"config": {"ragged": 256}, "results": {"attention": [dense, forward(mode="enqueued", layer_us=6.0), forward()]}}
-    assert beside(result) == [{"shape": "4x256-1K", "kernel": "sluice dense", "us": 10.0},
-                              {"shape": "4x256-1K", "kernel": "near/sluice", "us": 5.0}]
+    assert of_report(result) == [{"shape": "4x256-1K", "kernel": "sluice dense", "us": 10.0, "coverage": 0.9},
+                                 {"shape": "4x256-1K", "kernel": "near/sluice", "us": 5.0, "coverage": 0.9}]
     result["results"]["attention"].pop()
-    assert beside(result)[1]["us"] == 6.0
+    assert of_report(result)[1]["us"] == 6.0
     prompt = {"length_tokens": 2048, "rows": 1, "method": "dense", "chunk_tokens": 2048, "total_ms": 2.0}
     result = {"config": {"ragged": 0}, "results": {"prefill": [prompt, {**prompt, "chunk_tokens": 1024, "total_ms": 3.0}]}}
-    assert beside(result) == [{"shape": "1x2K", "kernel": "sluice dense", "us": 2000.0}]
+    assert of_report(result) == [{"shape": "1x2K", "kernel": "sluice dense", "us": 2000.0}]
 
 
 def test_table() -> None:
-    rivals = [{"shape": "4x1K", "kernel": "a", "us": 20.0}, {"shape": "4x1K", "kernel": "b", "error": "wrong"},
-              {"shape": "1x1K", "kernel": "a", "us": 4.0}]
-    ours = [{"shape": "4x1K", "kernel": "sluice dense", "us": 10.0}, {"shape": "8x1K", "kernel": "sluice dense", "us": 1.0}]
-    shown = table({"device": "D", "torch": "T", "what": "decode", "rivals": rivals, "missing": {"c": "no c"}, "ours": ours})
-    assert "| 4x1K | 20 (2.00) | - | 10 (1.00) |" in shown and "| 1x1K | 4 | - | - |" in shown
-    assert "- b, 4x1K: wrong" in shown and "- c is missing: no c" in shown and "8x1K" not in shown
-    one = {"device": "D", "torch": "T", "what": "prefill", "rivals": [{"shape": "1x1K", "kernel": "a", "us": 1500.0}],
-           "missing": {}, "ours": []}
-    assert "| 1x1K | 1.5 |" in table(one)
+    lines = [{"shape": "4x1K", "kernel": "a", "us": 20.0}, {"shape": "4x1K", "kernel": "b", "error": "wrong"},
+             {"shape": "1x1K", "kernel": "a", "us": 4000.0}, {"kernel": "c", "error": "missing: no c"},
+             {"shape": "4x1K", "kernel": "sluice dense", "us": 10.0, "coverage": 1.0},
+             {"shape": "8x1K", "kernel": "sluice dense", "us": 1.0, "coverage": 1.0}]
+    shown = table(lines)
+    assert "| 4x1K | 20.0 (2.00) | - | 10.0 (1.00) |" in shown and "| 1x1K | 4,000 | - | - |" in shown
+    assert "- b, 4x1K: wrong" in shown and "- c: missing: no c" in shown and "8x1K" not in shown
 
 
 def plain(case: DecodeCase, left_out: int = 0) -> torch.Tensor:
@@ -128,8 +128,7 @@ def test_ours_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     command.write_text("#!/bin/sh\ncase \"$*\" in *'--length 1024'*) echo no room >&2; exit 1 ;; esac\n"
                        f"for file; do :; done\ncat >\"$file\" <<'END'\n{json.dumps(result)}\nEND\n")
     command.chmod(0o755)
-    assert attention.ours(str(command), "decode", [Shape(4, 1024), Shape(4, 2048)], []) == [
-        {"shape": "4x2K", "kernel": "near/sluice", "us": 5.0}]
+    assert attention.ours(str(command), "decode", [Shape(4, 1024), Shape(4, 2048)], []) == [result]
     assert "no room" in capsys.readouterr().err
 
 
@@ -139,3 +138,27 @@ def test_prompts_have_no_batches(capsys: pytest.CaptureFixture[str]) -> None:
     assert "one at a time" in capsys.readouterr().err
     assert attention.arguments(["prefill"]).shapes[0] == Shape(1, 4096)
     assert attention.arguments(["decode", "--options=--policies 'a | b'"]).options == "--policies 'a | b'"
+
+
+def test_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All but the GPU: kernels that are right, wrong and broken, times that are made up."""
+    def broken(case: DecodeCase) -> kernels.Call:
+        raise RuntimeError("no such head\nand more")
+
+    made = {"right": lambda case: lambda copy: plain(case), "wrong": lambda case: lambda copy: plain(case, 1), "broken": broken}
+    monkeypatch.setattr(kernels, "makers", lambda what, fa3: {
+        name: lambda ready=ready: kernels.Kernel("1.0", ready) for name, ready in made.items()})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(timing, "DecodeCase", lambda shape: DecodeCase(shape, "cpu"))
+    monkeypatch.setattr(timing, "captured", lambda call, copies: call)
+    monkeypatch.setattr(timing, "in_turns", lambda runs, rounds: {name: 40.0 * timing.BURST for name in runs})
+    command = ["decode", "2x192", "--kernels", "right,wrong,broken,none"]
+    assert attention.main([*command, "-o", "json", "--output", str(tmp_path / "out.json")]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    right, wrong, failed, missing = report["results"]["beside"]
+    assert right["us"] == 40.0 and right["GB_per_s"] == round(2 * 192 * 4096 / 40e-6 / 1e9) and right["relative_error"] < TOLERANCE
+    assert "us" not in wrong and "wrong: off by" in wrong["error"]
+    assert failed["error"] == "no such head" and missing["kernel"] == "none" and report["host"]["gpu"] == "a GPU"
+    assert attention.main(command) == 0 and "| 2x192 | 40.0 | - | - |" in capsys.readouterr().out
+    assert timing.work("prefill", Shape(1, 1), 1.0)["tflops"] == 0.0
