@@ -80,7 +80,7 @@ def test_table() -> None:
 def plain(case: DecodeCase, left_out: int = 0) -> torch.Tensor:
     """torch's attention without a kernel of its own, of pages as others get them."""
     numbers, copies = kernels.pages_of(case)
-    k, v = copies[-1]
+    k, v = copies[0]
     out = []
     for q, pages, length in zip(case.q, numbers, case.lengths):
         keys, values = (each[pages].reshape(-1, KV_HEADS, HEAD_DIM)[: length - left_out].transpose(0, 1)[None] for each in (k, v))
@@ -150,7 +150,7 @@ def test_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         name: lambda ready=ready: kernels.Kernel("1.0", ready) for name, ready in made.items()})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(timing, "DecodeCase", lambda shape: DecodeCase(shape, "cpu"))
+    monkeypatch.setattr(timing, "DecodeCase", lambda shape: DecodeCase(shape, "cpu", cold_bytes=1))
     monkeypatch.setattr(timing, "captured", lambda call, copies: call)
     monkeypatch.setattr(timing, "in_turns", lambda runs, rounds: {name: 40.0 * timing.BURST for name in runs})
     command = ["decode", "2x192", "--kernels", "right,wrong,broken,none"]
