@@ -41,7 +41,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
                         "given; others say which --policies and --placements)")
     parser.add_argument("-o", "--format", choices=("md", "json"), default="md")
     parser.add_argument("--output", metavar="FILE", help="write the result there")
-    args = parser.parse_args(words)
+    args = parser.parse_intermixed_args(words)
     try:
         args.shapes = [read_shape(text) for text in args.shapes or SHAPES[args.what].split()]
     except ValueError as error:

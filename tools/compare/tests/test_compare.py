@@ -137,6 +137,7 @@ def test_prompts_have_no_batches(capsys: pytest.CaptureFixture[str]) -> None:
         attention.arguments(["prefill", "2x4K"])
     assert "one at a time" in capsys.readouterr().err
     assert attention.arguments(["prefill"]).shapes[0] == Shape(1, 4096)
+    assert attention.arguments(["decode", "--rounds", "2", "4K", "2x4K", "--fa3", "file"]).shapes == [Shape(1, 4096), Shape(2, 4096)]
     assert attention.arguments(["decode", "--options=--policies 'a | b'"]).options == "--policies 'a | b'"
 
 
