@@ -52,17 +52,18 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 
 def ours(command: str, what: str, shapes: list[Shape], options: list[str]) -> list[dict]:
-    """Reports of `sluice bench` about these shapes; a run that fails is named and leaves a gap."""
+    """Reports of `sluice bench` about these shapes. A run that fails is named; one that was interrupted has some rows."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         for words in commands(what, shapes, options):
             run = subprocess.run([command, *words, "-o", "json", "--output", str(file)], stdout=subprocess.DEVNULL,
                                  stderr=subprocess.PIPE, text=True)
-            if run.returncode == 0:
-                found.append(json.loads(file.read_text()))
-            else:
+            if run.returncode != 0:
                 print(f"sluice {' '.join(words)}: {run.stderr.strip()[-300:]}", file=sys.stderr)
+            if file.exists():
+                found.append(json.loads(file.read_text()))
+                file.unlink()
     return found
 
 

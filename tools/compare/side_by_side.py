@@ -13,7 +13,7 @@ def of_report(report: dict) -> list[dict]:
     ragged = report["config"]["ragged"]
     rows = report["results"].get("attention")
     if rows is None:
-        return [line(r, ragged, DENSE, r["total_ms"] * 1e3) for r in report["results"]["prefill"]
+        return [line(r, ragged, DENSE, r["total_ms"] * 1e3) for r in report["results"].get("prefill", [])
                 if r["chunk_tokens"] == r["length_tokens"]]
     modes = {r["mode"] for r in rows}
     return [line(r, ragged, name_of(r), r["layer_us"]) | {"coverage": r["coverage_mean"]} for r in rows
