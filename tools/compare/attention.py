@@ -3,7 +3,8 @@
 
 One token's attention of batches (`decode`) and causal attention of a prompt (`prefill`), 32 query heads, 8 KV heads,
 head_dim 128, bf16. A library that is not installed is named as missing, and no reason to stop. What a kernel gives is
-held against attention in float32 before it is timed; a wrong one is not timed.
+held against attention in float32 before it is timed; a wrong one is not timed. Each is measured in a process of its own,
+one after another, so that one that crashes is named and costs only its own figures.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--kernels", help="comma list of those to measure (default: all)")
     parser.add_argument("--fa3", metavar="FILE", help="FlashAttention-3's extension (_C.abi3.so), where no package "
                         "flash_attn_3 or fa3_fwd is installed")
-    parser.add_argument("--rounds", type=int, default=9, help="samples of each kernel, in turns (default: 9)")
+    parser.add_argument("--rounds", type=int, default=9, help="samples of each kernel (default: 9)")
+    parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="for each kernel and shape; what takes "
+                        "longer is ended (default: 60)")
     parser.add_argument("--sluice", metavar="COMMAND", help="our command, to measure the same shapes beside them")
     parser.add_argument("--options", default="", help="options for it, in one argument (decode: --dense-only if none are "
                         "given; others say which --policies and --placements)")
@@ -72,21 +75,23 @@ def main(words: list[str]) -> int:
     import torch  # --help needs none.
 
     import kernels
-    from timing import measure
+    from apart import Task, measure_apart
 
-    if not torch.cuda.is_available():
-        print("compare: error: torch finds no GPU here", file=sys.stderr)
-        return 1
-    chosen, missing = kernels.available(args.what, args.kernels, args.fa3)
-    lines = []
-    for shape in args.shapes:
-        lines += measure(args.what, shape, chosen, args.rounds)
-        torch.cuda.empty_cache()
+    lines, missing, versions, gpu = [], [], {"torch": torch.__version__}, None
+    for name in args.kernels.split(",") if args.kernels else kernels.makers(args.what, args.fa3):
+        kind, measured = measure_apart(Task(args.what, name, args.fa3, args.rounds), args.shapes, args.limit)
+        if kind.gpu is None and not measured:
+            print("compare: error: torch finds no GPU here", file=sys.stderr)
+            return 1
+        gpu = kind.gpu or gpu
+        lines += measured
+        if kind.version:
+            versions[name] = kind.version
+        if kind.missing:
+            missing.append({"kernel": name, "error": f"missing: {kind.missing}"})
     reports = ours(args.sluice, args.what, args.shapes, shlex.split(args.options)) if args.sluice else []
-    lines += [line for report in reports for line in of_report(report)]
-    lines += [{"kernel": name, "error": f"missing: {why}"} for name, why in missing.items()]
-    versions = {"torch": torch.__version__, **{name: kernel.version for name, kernel in chosen.items()}}
-    host = reports[0]["host"] if reports else {"cpu": platform.processor(), "gpu": torch.cuda.get_device_name()}
+    lines += [line for report in reports for line in of_report(report)] + missing
+    host = reports[0]["host"] if reports else {"cpu": platform.processor(), "gpu": gpu}
     result = {"tool": "compare", "version": reports[0]["version"] if reports else "not measured", "host": host,
               "config": {"what": args.what, "rounds": args.rounds, "options": args.options, "versions": versions},
               "results": {"beside": lines}}

@@ -1,4 +1,4 @@
-"""Times of kernels by events, in turns, so that what the GPU's clocks do is the same for all."""
+"""Times of kernels by events."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from cases import TOLERANCE, DecodeCase, PromptCase
+from kernels import Kernel
 from shapes import TOKEN_BYTES, Q_HEADS, HEAD_DIM, Shape
 
 BURST = 20
@@ -24,22 +25,22 @@ def captured(call: Callable[[int], torch.Tensor], copies: int) -> Callable[[], o
     with torch.cuda.graph(graph):
         for at in range(BURST):
             call(at % copies)
-    return graph.replay
+    # The graph has but addresses of what the call made ready, so the call has to live as long.
+    return lambda: (graph.replay(), call)
 
 
-def in_turns(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median of the microseconds of each; what is queued is not waited for, so that the device is never idle."""
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
+def median_us(run: Callable[[], object], rounds: int) -> float:
+    """What is queued is not waited for, so that the device is never idle."""
+    events = []
     for _ in range(rounds + 1):
-        for name, run in runs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            events[name].append((begin, end))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        events.append((begin, end))
     torch.cuda.synchronize()
     # The first round wakes the clocks.
-    return {name: statistics.median(a.elapsed_time(b) * 1e3 for a, b in pairs[1:]) for name, pairs in events.items()}
+    return statistics.median(begin.elapsed_time(end) * 1e3 for begin, end in events[1:])
 
 
 def work(what: str, shape: Shape, us: float) -> dict[str, float]:
@@ -48,21 +49,19 @@ def work(what: str, shape: Shape, us: float) -> dict[str, float]:
     return {"tflops": round(4 * HEAD_DIM * Q_HEADS * shape.tokens * (shape.tokens + 1) / 2 / us * 1e-6, 1)}
 
 
-def measure(what: str, shape: Shape, kernels: dict, rounds: int) -> list[dict]:
-    """A line for each kernel: its time and how far it is off, or why it has none."""
-    case = DecodeCase(shape) if what == "decode" else PromptCase(shape)
-    lines = {name: {"shape": str(shape), "kernel": name} for name in kernels}
-    runs = {}
-    for name, kernel in kernels.items():
-        try:
-            call = kernel.ready(case)
-            off = lines[name]["relative_error"] = case.error(call(0))
-            if off > TOLERANCE:
-                raise ValueError(f"wrong: off by {off:.3g}, more than {TOLERANCE}")
-            runs[name] = captured(call, case.copies) if what == "decode" else lambda call=call: call(0)
-        except Exception as error:  # Whatever a library raises: the others are measured all the same.
-            lines[name]["error"] = (str(error) or type(error).__name__).splitlines()[0]
-    for name, us in in_turns(runs, rounds).items():
-        us /= BURST if what == "decode" else 1
-        lines[name] |= {"us": round(us, 2), **work(what, shape, us)}
-    return list(lines.values())
+def measure(what: str, shape: Shape, name: str, kernel: Kernel, rounds: int) -> dict:
+    """A kernel's time and how far it is off, or why it has none."""
+    line = {"shape": str(shape), "kernel": name}
+    try:
+        case = DecodeCase(shape) if what == "decode" else PromptCase(shape)
+        call = kernel.ready(case)
+        off = line["relative_error"] = case.error(call(0))
+        if off > TOLERANCE:
+            raise ValueError(f"wrong: off by {off:.3g}, more than {TOLERANCE}")
+        if what == "decode":
+            us = median_us(captured(call, case.copies), rounds) / BURST
+        else:
+            us = median_us(lambda: call(0), rounds)
+    except Exception as error:  # Whatever a library raises: other shapes are measured all the same.
+        return line | {"error": (str(error) or type(error).__name__).splitlines()[0]}
+    return line | {"us": round(us, 2), **work(what, shape, us)}

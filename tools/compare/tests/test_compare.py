@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
+import weakref
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import apart
 import attention
 import kernels
 import pytest
@@ -141,19 +147,47 @@ def test_prompts_have_no_batches(capsys: pytest.CaptureFixture[str]) -> None:
     assert attention.arguments(["decode", "--options=--policies 'a | b'"]).options == "--policies 'a | b'"
 
 
-def test_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """All but the GPU: kernels that are right, wrong and broken, times that are made up."""
-    def broken(case: DecodeCase) -> kernels.Call:
-        raise RuntimeError("no such head\nand more")
+def lost() -> None:
+    raise RuntimeError("illegal memory access")
 
-    made = {"right": lambda case: lambda copy: plain(case), "wrong": lambda case: lambda copy: plain(case, 1), "broken": broken}
+
+def crashes(case: DecodeCase) -> kernels.Call:
+    """At one shape."""
+    if case.shape.rows == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return lambda copy: plain(case)
+
+
+def loses_the_device(case: DecodeCase) -> kernels.Call:
+    """All that follows fails in this process."""
+    if case.shape.rows == 2:
+        torch.cuda.synchronize = lost
+        lost()
+    torch.cuda.synchronize()
+    return lambda copy: plain(case)
+
+
+def broken(case: DecodeCase) -> kernels.Call:
+    raise RuntimeError("no such head\nand more")
+
+
+@pytest.fixture
+def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are right, wrong and broken in several ways; times that are made up."""
+    made = {"right": lambda case: lambda copy: plain(case), "wrong": lambda case: lambda copy: plain(case, 1), "broken": broken,
+            "crashes": crashes, "loses": loses_the_device, "hangs": lambda case: time.sleep(60)}
     monkeypatch.setattr(kernels, "makers", lambda what, fa3: {
         name: lambda ready=ready: kernels.Kernel("1.0", ready) for name, ready in made.items()})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(timing, "DecodeCase", lambda shape: DecodeCase(shape, "cpu", cold_bytes=1))
     monkeypatch.setattr(timing, "captured", lambda call, copies: call)
-    monkeypatch.setattr(timing, "in_turns", lambda runs, rounds: {name: 40.0 * timing.BURST for name in runs})
+    monkeypatch.setattr(timing, "median_us", lambda run, rounds: 40.0 * timing.BURST)
+
+
+def test_whole(no_gpu_needed: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All but the GPU."""
     command = ["decode", "2x192", "--kernels", "right,wrong,broken,none"]
     assert attention.main([*command, "-o", "json", "--output", str(tmp_path / "out.json")]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
@@ -161,5 +195,36 @@ def test_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert right["us"] == 40.0 and right["GB_per_s"] == round(2 * 192 * 4096 / 40e-6 / 1e9) and right["relative_error"] < TOLERANCE
     assert "us" not in wrong and "wrong: off by" in wrong["error"]
     assert failed["error"] == "no such head" and missing["kernel"] == "none" and report["host"]["gpu"] == "a GPU"
+    assert report["config"]["versions"] == {"torch": torch.__version__, "right": "1.0", "wrong": "1.0", "broken": "1.0"}
     assert attention.main(command) == 0 and "| 2x192 | 40.0 | - | - |" in capsys.readouterr().out
     assert timing.work("prefill", Shape(1, 1), 1.0)["tflops"] == 0.0
+
+
+@pytest.mark.parametrize(("kernel", "why"), [("crashes", "signal 9"), ("loses", "illegal memory access"), ("hangs", "no answer in 3 s")])
+def test_one_that_ends_costs_only_its_own_figures(no_gpu_needed: None, kernel: str, why: str) -> None:
+    shapes = [Shape(1, 64), Shape(2, 64), Shape(3, 64)] if kernel != "hangs" else [Shape(2, 64)]
+    kind, lines = apart.measure_apart(apart.Task("decode", kernel, None, 1), shapes, 3 if kernel == "hangs" else 60)
+    assert kind.version == "1.0" and [line["shape"] for line in lines] == list(map(str, shapes))
+    assert [why in line.get("error", "") for line in lines] == [shape.rows == 2 for shape in shapes]
+    assert all("us" in line for line in lines if "error" not in line)
+
+
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert attention.main(["decode", "64"]) == 1 and "no GPU" in capsys.readouterr().err
+
+
+def test_a_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph has addresses only: what a call made ready must not be freed before the last replay."""
+    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+
+    def ready() -> tuple[kernels.Call, weakref.ref]:
+        workspace = torch.zeros(1)
+        return lambda copy: workspace, weakref.ref(workspace)
+
+    call, workspace = ready()
+    run = timing.captured(call, 1)
+    del call
+    run()
+    assert workspace() is not None
