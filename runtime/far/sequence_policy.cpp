@@ -2,31 +2,12 @@
 
 #include <algorithm>
 #include <string>
-#include <thread>
 #include <utility>
 
-#include "cpu/threads/spin.hpp"
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
-#include "sluice/run_clock.hpp"
 
 namespace sluice::runtime {
-namespace {
-
-/// For another thread, which is about to be ready.
-template <class Ready>
-void await(const Ready& ready, std::chrono::milliseconds timeout) {
-  constexpr std::chrono::microseconds kNap{20};
-  const Deadline deadline = deadline_after(timeout);
-  while (!cpu::spin_until(ready)) {
-    if (RunClock::now() >= deadline)
-      throw Error(Errc::timeout, "a thread that learns from an earlier token has not come back within " +
-                                     std::to_string(timeout.count()) + " ms");
-    std::this_thread::sleep_for(kNap);
-  }
-}
-
-}  // namespace
 
 SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory,
                                const std::vector<std::uint32_t>& blocks, cpu::Backend& host)
@@ -109,7 +90,9 @@ void SequencePolicy::catch_up(HeadState& mine, std::uint32_t layer, std::uint32_
   // What is to be learnt comes from before this forward, which would not run had that one failed.
   const auto learnt = [&] { return mine.lesson.load(std::memory_order_acquire) == 0; };
   learn(layer, kv_head, forward - 1);
-  if (!learnt()) await(learnt, timeout);
+  if (!learnt() && !comes(learnt, timeout))
+    throw Error(Errc::timeout, "a thread that learns from an earlier token has not come back within " +
+                                   std::to_string(timeout.count()) + " ms");
   if (spoilt()) throw Error(Errc::device, "what it has learnt is lost");
   if (const std::uint32_t keep = std::exchange(mine.keep, kNone); keep != kNone)
     layers_[layer]->truncate(kv_head, keep);
