@@ -16,6 +16,7 @@ SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memo
       prompt_blocks_(blocks),
       host_(host),
       corrects_scores_(scheduler::corrects_scores(spec)),
+      copies_open_page_(scheduler::copies_open_page(spec, memory.layout.page_tokens)),
       heads_(memory.layer_heads()) {
   for (std::uint32_t layer = 0; layer < memory.shape.layers; ++layer) {
     const bool chooses = !spec.dense(layer) && memory.window_in(layer) == 0;
@@ -30,6 +31,7 @@ SequencePolicy::SequencePolicy(const SequencePolicy& other, std::vector<std::uni
       blocks_(nullptr),
       host_(other.host_),
       corrects_scores_(other.corrects_scores_),
+      copies_open_page_(other.copies_open_page_),
       layers_(std::move(layers)),
       heads_(other.heads_.size()),
       spoilt_(other.spoilt()) {
@@ -58,8 +60,9 @@ HostKv SequencePolicy::reader(std::uint32_t layer, std::uint32_t kv_head, const 
                               std::uint32_t tokens) const {
   std::byte* const first = memory_.far_block(memory_.plane(layer, kv_head), 0);
   HostKv kv(host_, memory_.shape, KvView{.base = first, .frames = blocks, .layout = memory_.far_layout});
-  // The newest page is scored as it is; copies of the others lie on the device.
-  kv.use_codes(tokens == 0 ? 0 : (tokens - 1) / memory_.layout.page_tokens);
+  // The newest page is scored as it is, as a rule.
+  const std::uint32_t page = memory_.layout.page_tokens;
+  kv.use_codes(copies_open_page_ ? static_cast<std::uint32_t>(div_up(tokens, page)) : tokens == 0 ? 0 : (tokens - 1) / page);
   return kv;
 }
 

@@ -136,6 +136,7 @@ class SequencePolicy {
   std::vector<std::uint32_t> prompt_blocks_;  ///< its own: a thread that is lost may read them for longer than any call
   cpu::Backend& host_;
   bool corrects_scores_;
+  bool copies_open_page_;
   std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers_;  ///< null: attends everything
   std::vector<HeadState> heads_;                                 ///< [layers, kv_heads]
   std::atomic<bool> spoilt_{false};
