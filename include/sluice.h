@@ -211,8 +211,8 @@ typedef struct sluice_engine_options {
   uint32_t dense_tokens;
   uint32_t handover;      ///< SLUICE_HANDOVER_AUTO; an engine's options say what that came to
   /// A switch (0): what histories of cpu_sequences propose lies ready in pinned memory before a layer begins, so that a
-  /// GPU chooses of it (`history | int4 | top_k=...`) while the CPU learns. With SLUICE_HANDOVER_DEVICE; engines on
-  /// SLUICE_DEVICE_CPU have it off
+  /// GPU chooses of it (`history | int4 |` top_k; top_p in buckets with SLUICE_BUCKET_UNBOUNDED) while the CPU learns.
+  /// With SLUICE_HANDOVER_DEVICE; engines on SLUICE_DEVICE_CPU have it off
   uint32_t forecasts;
 } sluice_engine_options;
 

@@ -62,7 +62,9 @@ HostKv SequencePolicy::reader(std::uint32_t layer, std::uint32_t kv_head, const 
   HostKv kv(host_, memory_.shape, KvView{.base = first, .frames = blocks, .layout = memory_.far_layout});
   // The newest page is scored as it is, as a rule.
   const std::uint32_t page = memory_.layout.page_tokens;
-  kv.use_codes(copies_open_page_ ? static_cast<std::uint32_t>(div_up(tokens, page)) : tokens == 0 ? 0 : (tokens - 1) / page);
+  kv.use_codes(copies_open_page_ ? static_cast<std::uint32_t>(div_up(tokens, page))
+               : tokens == 0     ? 0
+                                 : (tokens - 1) / page);
   return kv;
 }
 

@@ -25,8 +25,8 @@ enum class Chooser : std::uint8_t {
 /// Whether the device can choose of what a policy's history proposes ahead of time, see choose_proposed.
 [[nodiscard]] bool forecasts(const PolicySpec& spec) noexcept;
 
-/// Whether a policy of the CPU weighs the open page by copies of its keys, as the device does, and not by the keys: what
-/// is weighed decides what top-p keeps, and that is not to depend on who chooses.
+/// Whether a policy of the CPU weighs the open page by copies of its keys, as the device does, and not by the keys:
+/// what is weighed decides what top-p keeps, and that is not to depend on who chooses.
 [[nodiscard]] bool copies_open_page(const PolicySpec& spec, std::uint32_t page_tokens) noexcept;
 
 /// Whether a sequence of this policy attends everything while it is no longer than EngineOptions::dense_tokens: others

@@ -136,7 +136,7 @@ TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[ca
   CHECK(got.fetch_share == 0.375f);
   CHECK(got.dense_tokens == 48);
   CHECK(got.handover == SLUICE_HANDOVER_DEVICE);
-  CHECK(got.forecasts == 0);  // The cores that would estimate all keys are those that read the few.
+  CHECK(got.forecasts == 0);             // The cores that would estimate all keys are those that read the few.
   auto memory = sized<sluice_memory>();  // And not only back from it.
   auto less = sized<sluice_memory>();
   require_ok(sluice_engine_memory(engine.get(), &memory));
@@ -163,8 +163,12 @@ TEST_CASE("make_room_for raises what a policy needs, and nothing else", "[capi][
   CHECK(options.forecasts == 0);
   require_ok(sluice_engine_options_make_room_for(&options, "history:observe_every=3 | int4 | top_k=9 | near=0", 200));
   CHECK(options.forecasts == 0);  // As much as the CPU would have to do once more.
+  options.largest_features = 0;
   require_ok(sluice_engine_options_make_room_for(&options, "history:observe_every=4 | int4 | top_k=9 | near=0", 200));
   CHECK(options.forecasts == 1);
+  CHECK(options.largest_features == SLUICE_BUCKET_TOP_K);
+  require_ok(sluice_engine_options_make_room_for(&options, "history | int4 | top_p=0.9 | near=0", 200));
+  CHECK(options.largest_features == (SLUICE_BUCKET_TOP_K | SLUICE_BUCKET_UNBOUNDED));
   require_ok(sluice_engine_options_make_room_for(&options, kPolicy, 200));
   CHECK(options.forecasts == 1);
   check_fails([&] { return sluice_engine_options_make_room_for(&options, "arkvale | near=0", 200); },

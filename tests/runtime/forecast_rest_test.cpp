@@ -113,7 +113,8 @@ TEST_CASE("while all rest for a forward that failed, none learns or proposes", "
   REQUIRE(desk.proposes());
 }
 
-TEST_CASE("sequences are forked, shortened and ended while histories of others propose", "[engine][forecast][far_rest]") {
+TEST_CASE("sequences are forked, shortened and ended while histories of others propose",
+          "[engine][forecast][far_rest]") {
   const auto seed = GENERATE(1u, 2u, 3u);
   CAPTURE(seed);
   EngineRig rig = engine_rig();

@@ -86,6 +86,18 @@ TEST_CASE("of what history proposes ahead the device chooses what the CPU would 
   REQUIRE((got.stats.estimated > 0) == (rig.device->info().handover == Handover::device));
 }
 
+TEST_CASE("a share of the mass is the CPU's choice where the bucket has no room for the device's",
+          "[engine][forecast]") {
+  const EngineRig rig = engine_rig();
+  const Story story = story_of(rig, 200, 67);
+  EngineOptions options = forecasting(rig, 1, 9, true);
+  options.largest.unbounded = false;
+  const Said got = say(rig, story, parse_policy(kShare), 180, options);
+  options.forecasts = false;
+  require_same(rig, got, say(rig, story, parse_policy(kShare), 180, options));
+  REQUIRE(got.stats.estimated == 0);
+}
+
 TEST_CASE("histories that know nothing yet are no forecast, from the first token on", "[engine][forecast]") {
   const auto prompt = GENERATE(0u, 1u, 16u, 79u);
   const auto text = GENERATE(kPlain, kShare);

@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kThreads)
     ForwardRow& all = m.rows[i / m.shape.kv_heads];
     if (all.list == kNone || all.in(layer, m.window).proposed == 0) continue;
     ForwardProposal& proposal = m.proposal_of(all.proposed - 1, layer, i % m.shape.kv_heads);
-    const forward::Came came = forward::await_word(m, proposal.forward, m.state->forward, since, forward::nap_of(lists));
+    const forward::Came came =
+        forward::await_word(m, proposal.forward, m.state->forward, since, forward::nap_of(lists));
     late |= came != forward::Came::at_once;
     there = came != forward::Came::never;
     if (there && __ldcv(&proposal.asks) != 0) atomicOr(&all.asks, 1u);

@@ -11,8 +11,9 @@ namespace sluice::gpu::forward {
 using detail::now_ns;
 
 enum class Came { at_once, late, never };
-/// Waits for a word of pinned memory, which threads of the host write behind what it speaks for, to be `wanted`: over the
-/// link, in naps. If it is not for as long as an answer may take, from `since` on, the forward is abandoned. One thread.
+/// Waits for a word of pinned memory, which threads of the host write behind what it speaks for, to be `wanted`: over
+/// the link, in naps. If it is not for as long as an answer may take, from `since` on, the forward is abandoned. One
+/// thread.
 __device__ inline Came await_word(const ForwardMemory& m, std::uint64_t& word, std::uint64_t wanted,
                                   std::uint64_t since, std::uint32_t nap_ns) {
   const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system> of_host(word);
