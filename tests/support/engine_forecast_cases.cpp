@@ -98,6 +98,18 @@ TEST_CASE("a share of the mass is the CPU's choice where the bucket has no room 
   REQUIRE(got.stats.estimated == 0);
 }
 
+TEST_CASE("forecasts tell what comes over the link, too", "[engine][forecast]") {
+  const auto text = GENERATE(kPlain, kShare);
+  CAPTURE(text);
+  const EngineRig rig = engine_rig();
+  const Story story = story_of(rig, 200, 68);
+  EngineOptions options = forecasting(rig, 1, 9, true);
+  options.placement = PlacementMode::stream;
+  const Said got = say(rig, story, parse_policy(text), 180, options);
+  require_same(rig, got, say(rig, story, parse_policy(text), 180, forecasting(rig, 1, 9, false)));
+  REQUIRE(got.stats.fetched_tokens > 0);
+}
+
 TEST_CASE("histories that know nothing yet are no forecast, from the first token on", "[engine][forecast]") {
   const auto prompt = GENERATE(0u, 1u, 16u, 79u);
   const auto text = GENERATE(kPlain, kShare);
