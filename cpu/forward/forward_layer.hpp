@@ -99,7 +99,7 @@ void append_queries(const Kernels& kernels, const ForwardMemory& memory, const F
 /// Of a team what some of its rows see and others do not, into what it has attended near.
 void attend_edge(const Kernels& kernels, const ForwardMemory& memory, const ForwardRow& row, std::uint32_t plane,
                  std::uint32_t index);
-void promote(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
+void promote(const ForwardMemory& memory, std::uint32_t layer);
 void fetch(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void merge(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 void audit(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);

@@ -137,7 +137,7 @@ void queue(const ForwardMemory& m, void* stream, const char* verb, Run run) {
 ForwardVerbs::ForwardVerbs(sluice::Backend& host, const Workers& workers, const Kernels* kernels)
     : host_(host), workers_(workers), kernels_(kernels != nullptr ? *kernels : fastest_kernels()) {}
 
-void ForwardVerbs::apply(const ForwardMemory& memory, void* stream) {
+void ForwardVerbs::apply(const ForwardMemory& memory, ForwardSide& /*side*/, void* stream) {
   queue(memory, stream, "apply", [this, memory] { cpu::apply(kernels_, memory); });
 }
 void ForwardVerbs::cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) {
@@ -181,7 +181,7 @@ void ForwardVerbs::attend_whole(const ForwardMemory& memory, const ForwardLayer&
         [this, memory, layer] { cpu::attend_whole(host_, workers_, kernels_, memory, layer); });
 }
 void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(memory, layer.stream, "promote", [this, memory, at = layer.layer] { cpu::promote(kernels_, memory, at); });
+  queue(memory, layer.stream, "promote", [memory, at = layer.layer] { cpu::promote(memory, at); });
 }
 void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "fetch", [this, memory, at = layer.layer] { cpu::fetch(kernels_, memory, at); });

@@ -9,6 +9,7 @@
 #include "gpu/device/current_device.hpp"
 #include "gpu/device/driver.hpp"
 #include "gpu/forward/forward_scratch.hpp"
+#include "gpu/forward/forward_side.hpp"
 #include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/select/score.hpp"
 #include "gpu/kernels/transfer/signal.hpp"
@@ -50,9 +51,15 @@ void launch_in_turns(const ForwardMemory& memory, const ForwardScratch& scratch,
 ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors, const KernelLimits& limits)
     : ordinal_(ordinal), multiprocessors_(multiprocessors), limits_(limits), sight_(make_stream(0)) {}
 
-void ForwardVerbs::apply(const ForwardMemory& memory, void* stream) {
+std::unique_ptr<sluice::ForwardSide> ForwardVerbs::make_side() { return std::make_unique<ForwardSide>(ordinal_); }
+
+void ForwardVerbs::apply(const ForwardMemory& memory, sluice::ForwardSide& side, void* stream) {
   const CurrentDevice current(ordinal_);
+  const auto& rows = static_cast<const ForwardSide&>(side);
+  const bool promotes = memory.promotions != 0;
+  if (promotes) rows.join(handle(stream));
   launch_forward_apply(memory, handle(stream));
+  if (promotes) rows.fill(memory, handle(stream));
 }
 
 void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {

@@ -50,8 +50,9 @@ struct EngineOptions {
   /// each token, layer and KV head that host_bytes hold. What 4-bit copies, digests and buffers leave of a budget of
   /// device memory: near_bytes_within().
   std::uint64_t near_bytes = 0;
-  /// Tokens of a layer and KV head that are brought near at a time, at most, in every kNearTurn-th forward. With
-  /// 512K tokens an H200 took 482, 352 and 307 us a layer with 256, 512 and 1,024 of them. [0, 1024]
+  /// Tokens of a layer and KV head that are brought near at a time, at most, in every kNearTurn-th forward, beside the
+  /// one that follows it; where there is near memory each takes 12 bytes of device memory. With 512K tokens an H200
+  /// took 482, 352 and 307 us a layer with 256, 512 and 1,024 of them. [0, 1024]
   std::uint32_t promotions = 1024;
   /// Who attends what is chosen and not near: `hybrid`: the CPU, in place, while the device attends the rest; `stream`:
   /// the device, over the link. Then it asks the CPU for nothing but the choices of policies that choose there, and

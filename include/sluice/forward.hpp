@@ -142,8 +142,10 @@ struct ForwardNearRow {
   std::uint32_t used = 0;     ///< the newest forward that attended it
 };
 
-/// Forwards are counted modulo this where near rows are concerned; an entry of near_of from here on is near.
+/// An entry of near_of from here on is near.
 inline constexpr std::uint32_t kNearBit = 0x8000'0000u;
+/// A far row has a near one, which is not filled yet. Forwards are counted modulo this where near rows are concerned.
+inline constexpr std::uint32_t kComingBit = 0x4000'0000u;
 /// A far row that was attended twice within as many forwards is wanted near before others.
 inline constexpr std::uint32_t kNearAgain = 8;
 /// Near rows that were not attended in as many forwards give way first; those not attended in kNearAgain, then.
@@ -155,6 +157,23 @@ inline constexpr std::uint32_t kNearTurn = 4;
 inline constexpr std::uint32_t kNearLooks = 4096;
 /// Rows that a plane may bring near in one forward, at most.
 inline constexpr std::uint32_t kMostPromotions = 1024;
+
+/// Far rows of a layer and KV head that are to come near, see ForwardVerbs::promote.
+struct ForwardArrivals {
+  enum class State : std::uint32_t {
+    none = 0,
+    listed = 1,  ///< in `forward`
+    placed = 2,  ///< they have near rows, which are to be filled
+    filled = 3,
+  };
+  State state = State::none;
+  std::uint32_t forward = 0;
+  /// Rows that wait for near ones. One behind the other in ForwardMemory::arriving, each with room for as many as a
+  /// plane may bring near: of sinks and recent tokens; attended far not long before, too; the others.
+  std::uint32_t always = 0;
+  std::uint32_t again = 0;
+  std::uint32_t first = 0;
+};
 
 /// What the CPU has chosen for a list whose far part the device attends over the link.
 struct ForwardChosen {

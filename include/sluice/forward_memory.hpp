@@ -75,12 +75,15 @@ struct ForwardMemory {
   std::byte* codes = nullptr;      ///< [planes, blocks] 4-bit copies, see Int4Layout
   std::byte* digests = nullptr;    ///< [planes, blocks, 2, head_dim] of full pages, as the dtype; null: none
   std::uint32_t* lists = nullptr;  ///< [stacks, list_count, max_pages] blocks; for the verbs of a layer its stack's
-  /// [planes, blocks * page_tokens] near row of the plane | kNearBit, or the newest forward that attended the row far,
-  /// 0 if there was none. Not there if near_pages is 0.
+  /// [planes, blocks * page_tokens] near row of the plane | kNearBit, or | kComingBit while it is being filled, or the
+  /// newest forward that attended the row far, 0 if there was none. Not there if near_pages is 0.
   std::uint32_t* near_of = nullptr;
   ForwardNearRow* near_rows = nullptr;  ///< [planes, near_pages * page_tokens]
   std::uint32_t* near_hands = nullptr;  ///< [planes] near row that is looked at next for one to give way
   std::uint32_t* near_held = nullptr;   ///< [blocks] near rows of a block, of all planes; not there likewise
+  // Rows that are to come near, for the verbs of a layer of its stack; not there likewise:
+  ForwardArrivals* arrivals = nullptr;  ///< [stacks, planes]
+  std::uint32_t* arriving = nullptr;    ///< [stacks, planes, arriving_room]
   ForwardToken* tokens = nullptr;       ///< [append_rows]
   ForwardRow* rows = nullptr;           ///< [decode_rows]
   ForwardChunk* chunks = nullptr;       ///< [prefills]
@@ -178,6 +181,10 @@ struct ForwardMemory {
   [[nodiscard]] constexpr ForwardMemory of_stack(std::uint32_t stack) const noexcept {
     ForwardMemory memory = *this;
     memory.lists += std::uint64_t{stack} * list_count * max_pages;
+    if (arrivals != nullptr) {
+      memory.arrivals += std::uint64_t{stack} * planes();
+      memory.arriving += std::uint64_t{stack} * planes() * arriving_room();
+    }
     return memory;
   }
   /// The same as verbs see it whose rows are teams of `of` packed rows each: a row has as many times the query heads.
@@ -204,6 +211,11 @@ struct ForwardMemory {
   [[nodiscard]] constexpr std::uint32_t planes() const noexcept { return stack_layers * shape.kv_heads; }
   [[nodiscard]] constexpr std::uint32_t plane(std::uint32_t layer, std::uint32_t kv_head) const noexcept {
     return (first_plane != kNone ? first_plane : place_of(layer).at * shape.kv_heads) + kv_head;
+  }
+  /// Of a plane: as many for each of the kinds of ForwardArrivals.
+  [[nodiscard]] constexpr std::uint32_t arriving_room() const noexcept { return 3 * promotions; }
+  [[nodiscard]] constexpr std::uint32_t* arriving_of(std::uint32_t plane) const noexcept {
+    return arriving + std::uint64_t{plane} * arriving_room();
   }
   /// Whether a stack has a layer in this plane.
   [[nodiscard]] constexpr bool has_layer(std::uint32_t stack, std::uint32_t plane) const noexcept {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 
 #include "sluice/forward_memory.hpp"
@@ -18,6 +19,12 @@ struct ForwardLayer {
   MutableTensorView out;   ///< without rows where tokens are only brought in
   float* lse = nullptr;    ///< [rows, q_heads] natural log of the sum of exponentials; may be null
   void* stream = nullptr;  ///< the caller's: a cudaStream_t; a Stream* of a host device, or null: now
+};
+
+/// What a device does beside the forwards of one ForwardMemory, which it leaves alone once this is destroyed.
+class ForwardSide {
+ public:
+  virtual ~ForwardSide() = default;
 };
 
 /// Enqueue and return; nothing is allocated, nothing waits. A forward is `begin`, then for every layer in order
@@ -44,13 +51,16 @@ class ForwardVerbs {
   /// Device memory that the verbs want for themselves, zero-filled at first, for every bucket up to the largest.
   [[nodiscard]] virtual std::uint64_t scratch_bytes(const ForwardMemory& memory) const = 0;
 
+  [[nodiscard]] virtual std::unique_ptr<ForwardSide> make_side() { return std::make_unique<ForwardSide>(); }
   /// Takes the slip: rows, block lists, freed blocks, copies. Not captured. Tokens that come get near rows, so that
   /// they are written there, too: rows that are free, or have not been attended for long, see kNearPatience. Those that
   /// are decoded come first, and count as attended; of those of prompts, which do not, the newest, if not all find one.
   /// Of a bucket that is whole, once in kNearTurn plans all tokens of its rows count as attended, and those that are
   /// far are brought near where others give way that have not been attended for long, if all of a row's have room; no
   /// more than `promotions` of a plane.
-  virtual void apply(const ForwardMemory& memory, void* stream) = 0;
+  /// Rows that `promote` has listed in the forward before get near rows likewise, which are filled beside the forward
+  /// that is planned here, and near from the next plan on. `side`: of this memory.
+  virtual void apply(const ForwardMemory& memory, ForwardSide& side, void* stream) = 0;
   /// K-means over tokens that forwards before this one have appended, in all layers that `clusters_in` names, as
   /// ClusterTask has it, with the first token's position as the seed. Not captured, and no part of a forward.
   virtual void cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) = 0;
@@ -85,10 +95,11 @@ class ForwardVerbs {
   /// Of a bucket that is whole: its rows attend all tokens, near ones there and far ones over the link, and outputs are
   /// written. Without windows, audits, drafts, and rows with scales.
   virtual void attend_whole(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
-  /// Brings rows near that were attended far, while their answer is awaited, in every kNearTurn-th forward: those of
-  /// sinks and recent tokens, then those that were attended far before, not longer than kNearAgain forwards ago, then
-  /// others if rows not attended in kNearPatience are left to give way; of lists that the CPU chose for only if
-  /// ForwardMemory::keeps_chosen. The first take the place of any row that this forward has not attended.
+  /// Lists rows that were attended far, while their answer is awaited, in every kNearTurn-th forward, for the next
+  /// `apply` to bring near: those of sinks and recent tokens, then those that were attended far before, not longer than
+  /// kNearAgain forwards ago, then others if rows not attended in kNearPatience are left to give way; of lists that the
+  /// CPU chose for only if ForwardMemory::keeps_chosen. The first take the place of any row that neither of the two
+  /// forwards has attended.
   virtual void promote(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// What comes behind waits until ForwardMailbox::gate is open, which the host sees to in time.
   virtual void await_answer(const ForwardMemory& memory, void* stream) = 0;

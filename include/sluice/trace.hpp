@@ -19,7 +19,7 @@ enum class Stage : std::uint8_t {
   choose,   ///< tokens are chosen by score
   split,    ///< near and far rows are listed, and the CPU is asked
   attend,   ///< near rows are attended
-  promote,  ///< far rows are brought near
+  promote,  ///< far rows that are to come near are listed
   fetch,    ///< far rows are attended by the device, over the link
   merge,    ///< the far part is waited for, and partial results are merged
   audit,
@@ -52,7 +52,7 @@ enum class Lane : std::uint8_t {
 /// The lane that a stage spends its time on; what it moves elsewhere is another WorkItem of it.
 [[nodiscard]] constexpr Lane lane_of(Stage stage) noexcept {
   if (stage == Stage::choose_far || stage == Stage::attend_far) return Lane::cpu;
-  const bool link = stage == Stage::gather || stage == Stage::fetch || stage == Stage::promote;
+  const bool link = stage == Stage::gather || stage == Stage::fetch;
   return link ? Lane::link : Lane::device;
 }
 
@@ -102,7 +102,7 @@ enum class StallCause : std::uint8_t {
   choosing,   ///< workers: policies choose
   attending,  ///< workers: far rows are attended, and the answer is given
   looking,    ///< workers: policies look at a prompt
-  arriving,   ///< link: rows come near, or are attended over it
+  arriving,   ///< link: rows are gathered, or attended over it
   computing,  ///< device: it has not asked yet, or the forward has not ended
   enqueuing,  ///< host: the layer was not enqueued yet, or what the caller has enqueued before it ran
 };
@@ -124,7 +124,7 @@ enum class StallCause : std::uint8_t {
 /// One of them waits, with nothing else to do.
 /// The device waits for workers in a layer's merge, which goes on when the device has noticed the answer, and in its
 /// fetch, if the CPU chooses what that attends, with nothing but lists that were chosen before; for the link in what is
-/// left of the fetch, and while rows are gathered or promoted; for the host before each layer.
+/// left of the fetch, and while rows are gathered; for the host before each layer.
 /// Workers wait for the device until they see a question, and after the last answer until the forward ends.
 /// The host waits for looks at prompts in `plan`, and for the device in `finish`.
 struct TraceStall {

@@ -116,6 +116,7 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       verbs(verbs_of(*device)),
       memory(settled(options, *device, verbs, embedded != nullptr), *device, verbs, topology,
              node_of(topology, *device)),
+      side(verbs.make_side()),
       host(*workers),
       choice(memory.largest(), cpu::fastest_kernels(), options.answer_timeout),
       far_notes(memory.largest()),

@@ -29,6 +29,8 @@ std::uint64_t carve_device(ForwardMemory& m, std::uint64_t scratch, std::byte* f
     take(parts, m.near_rows, m.near_row(m.planes(), 0));
     take(parts, m.near_hands, m.planes());
     take(parts, m.near_held, m.blocks);
+    take(parts, m.arrivals, std::uint64_t{m.stacks} * m.planes());
+    take(parts, m.arriving, std::uint64_t{m.stacks} * m.planes() * m.arriving_room());
   }
   take(parts, m.lists, std::uint64_t{m.stacks} * m.list_count * m.max_pages);
   take(parts, m.tokens, m.append_rows);

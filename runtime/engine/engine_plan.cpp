@@ -251,7 +251,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     choice.expect(forward, m.slip->after, choosing_rows(m, wanted, programs.newest()));
     write_lists(m, wanted);
     if (bucket.trace) begin_trace(m);
-    verbs.apply(m, stream);
+    verbs.apply(m, *side, stream);
     if (!clusterings.empty()) verbs.cluster(m, clusterings, stream);
     note_clustered(wanted);
   } catch (...) {

@@ -313,6 +313,7 @@ struct Engine::Impl : cpu::Kept {
   std::shared_ptr<Device> device;
   ForwardVerbs& verbs;
   runtime::EngineMemory memory;
+  std::unique_ptr<ForwardSide> side;  ///< of `memory`, which it uses
   cpu::Backend host;  ///< of policies that choose, one thread each
   runtime::FarChoice choice;
   runtime::FarNotes far_notes;

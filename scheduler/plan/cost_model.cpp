@@ -44,7 +44,6 @@ void set_gpu_costs(LaneRates& rates) noexcept {
   rates.stage(Stage::choose) = {.fixed_us = 0.0, .share = 0.23};
   rates.stage(Stage::split) = {.fixed_us = 16.6};
   rates.stage(Stage::attend) = {.fixed_us = 7.6, .share = 0.68};
-  rates.stage(Stage::promote) = {.fixed_us = 4.0};
   rates.stage(Stage::merge) = {.fixed_us = 9.5};
   rates.stage(Stage::attend_far) = {.fixed_us = 6.0, .share = 0.5};
 }

@@ -157,8 +157,11 @@ class WorkList {
       if (place_.bucket.whole && elsewhere_ != 0) put(stage, Lane::link, tokens_.choosing, far_bytes() * elsewhere_);
     }
     if (stage == Stage::promote) {
+      // Nobody waits for rows that come near: that is done beside the next forward.
       put(stage, Lane::link, tokens_.choosing, far_bytes() * planes(shares_.promoted));
-      // Rows come near in the launch of `merge`, unless the link is the device's alone: what comes behind that waits
+      added_.clear();
+      put(stage, Lane::device, tokens_.choosing, 4 * planes(shares_.promoted), 4 * planes(shares_.promoted));
+      // They are listed in the launch of `merge`, unless the link is the device's alone: what comes behind that waits
       // for both.
       if (!place_.bucket.audit && fetch_share() != kWholeFetchShare) beside_ = std::exchange(added_, {});
     }

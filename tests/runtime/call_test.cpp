@@ -26,9 +26,9 @@ bool says(const Refusal& refused, const char* words) { return refused.text.find(
 class DefectiveVerbs final : public ForwardingVerbs {
  public:
   using ForwardingVerbs::ForwardingVerbs;
-  void apply(const ForwardMemory& memory, void* stream) override {
+  void apply(const ForwardMemory& memory, ForwardSide& side, void* stream) override {
     if (const auto now = std::exchange(defect, nullptr)) now();
-    inner_.apply(memory, stream);
+    inner_.apply(memory, side, stream);
   }
   std::function<void()> defect;
 };

@@ -159,12 +159,12 @@ TEST_CASE("who waits for whom is told of the device, of workers and of the calli
                                                                               .ns = static_cast<std::uint64_t>(at(us))};
   };
   // The first layer reads a prompt, too: it is gathered from 110 to 112 us and attended until 115. The second one
-  // begins late, at 143 instead of 140, and promotes behind its attention, from 165 to 168.
+  // begins late, at 143 instead of 140, and fetches behind its attention, from 165 to 168.
   stamp(0, Stage::gather, 112);
   stamp(0, Stage::prefill, 115);
   stamp(1, Stage::start, 143);
   stamp(1, Stage::attend, 165);
-  stamp(1, Stage::promote, 168);
+  stamp(1, Stage::fetch, 168);
   notes.far.answers[0] = {.seen_ns = at(121), .answered_ns = at(125)};
   notes.far.answers[1] = {.seen_ns = at(155), .answered_ns = at(159)};
   notes.looks = {

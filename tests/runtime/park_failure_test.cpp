@@ -43,9 +43,9 @@ class FileLimit {
 class RefusingVerbs final : public ForwardingVerbs {
  public:
   using ForwardingVerbs::ForwardingVerbs;
-  void apply(const ForwardMemory& memory, void* stream) override {
+  void apply(const ForwardMemory& memory, ForwardSide& side, void* stream) override {
     if (std::exchange(refuses, false)) throw Error(Errc::device, "the test refuses this plan; repeat it");
-    inner_.apply(memory, stream);
+    inner_.apply(memory, side, stream);
   }
   bool refuses = false;
 };

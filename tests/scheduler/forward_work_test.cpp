@@ -2,6 +2,7 @@
 #include "scheduler/plan/forward_work.hpp"
 
 #include <algorithm>
+#include <optional>
 
 #include "scheduler/plan/forward_rows.hpp"
 #include "tests/support/catch.hpp"
@@ -54,9 +55,11 @@ bool waits(const std::vector<WorkItem>& items, std::uint32_t later, std::uint32_
          });
 }
 
-std::uint32_t find(const std::vector<WorkItem>& items, Stage stage, std::uint32_t layer) {
-  const auto found =
-      std::ranges::find_if(items, [&](const WorkItem& item) { return item.stage == stage && item.layer == layer; });
+std::uint32_t find(const std::vector<WorkItem>& items, Stage stage, std::uint32_t layer,
+                   std::optional<Lane> lane = {}) {
+  const auto found = std::ranges::find_if(items, [&](const WorkItem& item) {
+    return item.stage == stage && item.layer == layer && item.lane == lane.value_or(item.lane);
+  });
   REQUIRE(found != items.end());
   return static_cast<std::uint32_t>(found - items.begin());
 }
@@ -259,7 +262,9 @@ TEST_CASE("items wait for earlier ones alone, and the CPU's run beside the devic
     REQUIRE(waits(items, merge, find(items, Stage::attend, layer)));
     REQUIRE(!waits(items, find(items, Stage::attend, layer), choose));
     if (placement == PlacementMode::stream) REQUIRE(waits(items, find(items, Stage::fetch, layer), choose));
-    const std::uint32_t promote = find(items, Stage::promote, layer);
+    const std::uint32_t promote = find(items, Stage::promote, layer, Lane::device);
+    const std::uint32_t fill = find(items, Stage::promote, layer, Lane::link);
+    for (const WorkItem& item : items) REQUIRE(std::ranges::count(item.after, fill) == 0);
     REQUIRE(waits(items, promote, find(items, Stage::attend, layer)));
     // In the launch of `merge`, unless what lies near is written down before, or the link is the device's alone, which
     // then knows what the CPU has chosen.

@@ -16,11 +16,11 @@ class StarvedVerbs final : public ForwardingVerbs {
  public:
   StarvedVerbs(ForwardVerbs& inner, Faults& faults) : ForwardingVerbs(inner), faults_(faults) {}
 
-  void apply(const ForwardMemory& memory, void* stream) override {
-    const auto run = [this, memory, which = static_cast<long>(faults_.starved_apply())] {
+  void apply(const ForwardMemory& memory, ForwardSide& side, void* stream) override {
+    const auto run = [this, memory, &side, which = static_cast<long>(faults_.starved_apply())] {
       fail_own_allocation(which);
       try {
-        inner_.apply(memory, nullptr);  // Now: nothing else of this thread may be what fails.
+        inner_.apply(memory, side, nullptr);  // Now: nothing else of this thread may be what fails.
       } catch (...) {
         fail_own_allocation(-1);
         throw;

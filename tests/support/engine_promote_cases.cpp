@@ -4,6 +4,7 @@
 
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
+#include "tests/support/forwarding.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -49,6 +50,25 @@ std::vector<Teller*> all_of(std::vector<Teller>& tellers) {
 }
 
 double same(const EngineRig& rig) { return rig.kv_dtype == DType::f32 ? 2e-5 : 2e-3; }
+
+/// Verbs that refuse the next plan if they are told to.
+class RefusingVerbs final : public ForwardingVerbs {
+ public:
+  using ForwardingVerbs::ForwardingVerbs;
+  void apply(const ForwardMemory& memory, ForwardSide& side, void* stream) override {
+    if (std::exchange(refuses, false)) throw Error(Errc::device, "the test refuses this plan; repeat it");
+    inner_.apply(memory, side, stream);
+  }
+  bool refuses = false;
+};
+
+class RefusingDevice final : public ForwardingDevice {
+ public:
+  explicit RefusingDevice(std::shared_ptr<Device> inner)
+      : ForwardingDevice(std::move(inner)), verbs(*inner_->forward_verbs()) {}
+  [[nodiscard]] ForwardVerbs* forward_verbs() noexcept override { return &verbs; }
+  RefusingVerbs verbs;
+};
 
 /// Some layers of a forward, which is then taken back.
 void begin_in_vain(Engine& engine, const EngineRig& rig, ForwardTensors& tensors, std::vector<Teller>& tellers,
@@ -124,4 +144,31 @@ TEST_CASE("rows that a forward was to bring near are attended all the same when 
     }
   }
   REQUIRE(cached.stats().promoted != 0);
+}
+
+TEST_CASE("rows that are on their way come near although plans between are refused", "[engine][near]") {
+  const EngineRig rig = engine_rig();
+  const auto stories = stories_of(kPrompt + 40);
+  const auto refusing = std::make_shared<RefusingDevice>(rig.device);
+  Engine bare(options_for(rig, kRows, 0), rig.device);
+  Engine cached(options_for(rig, kRows, 12), refusing);
+  auto want_tellers = begin_all(bare, rig, stories);
+  auto tellers = begin_all(cached, rig, stories);
+  ForwardTensors tensors(*rig.device, kShape, kRows);
+  std::uint64_t promoted = 0;
+  for (std::uint32_t step = 0; tellers[0].at < stories[0].tokens(); ++step) {
+    CAPTURE(step);
+    // One to five in a row, as many plans as it takes for a layer's next turn to come before the rows of its last.
+    for (std::uint32_t refused = 0; refused < step % 6; ++refused) {
+      refusing->verbs.refuses = true;
+      REQUIRE(code_of([&] { begin_in_vain(cached, rig, tensors, tellers, 0); }) == Errc::device);
+    }
+    const auto want = run_forward(bare, rig, tensors, all_of(want_tellers));
+    const auto got = run_forward(cached, rig, tensors, all_of(tellers));
+    for (std::uint32_t row = 0; row < kRows; ++row) REQUIRE(difference(got[row], want[row]) < same(rig));
+    REQUIRE(cached.stats().promoted >= promoted);
+    promoted = cached.stats().promoted;
+  }
+  REQUIRE(promoted != 0);
+  REQUIRE(cached.memory().near_pages_used <= cached.memory().near_pages);
 }

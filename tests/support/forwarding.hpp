@@ -43,7 +43,10 @@ class ForwardingVerbs : public ForwardVerbs {
   [[nodiscard]] std::uint64_t scratch_bytes(const ForwardMemory& memory) const override {
     return inner_.scratch_bytes(memory);
   }
-  void apply(const ForwardMemory& memory, void* stream) override { inner_.apply(memory, stream); }
+  [[nodiscard]] std::unique_ptr<ForwardSide> make_side() override { return inner_.make_side(); }
+  void apply(const ForwardMemory& memory, ForwardSide& side, void* stream) override {
+    inner_.apply(memory, side, stream);
+  }
   void cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) override {
     inner_.cluster(memory, clusterings, stream);
   }

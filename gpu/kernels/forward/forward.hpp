@@ -86,16 +86,17 @@ struct PrefillStage {
   return foresight;
 }
 
-/// Whether far rows come near beside the layer's merge, in thread blocks of the same launch: that waits for the CPU,
-/// and these for the link. Apart where both are told apart, or where the device alone attends what is far, over that
-/// link.
+/// Whether far rows that are to come near are listed beside the layer's merge, in thread blocks of the same launch,
+/// while that waits for the CPU. Apart where both are told apart, or where the device alone attends what is far.
 [[nodiscard]] inline bool promotes_beside_merge(const ForwardMemory& memory) noexcept {
   return memory.promotions != 0 && memory.fetch_share != kWholeFetchShare && !memory.bucket.audit &&
          !memory.bucket.trace;
 }
 
-/// Near rows of freed blocks, and of the tokens that come, after `apply`.
+/// Near rows of freed blocks, of the tokens that come, and of rows that were listed to come near, after `apply`.
 void launch_forward_acquire(const ForwardMemory& memory, cudaStream_t stream);
+/// Fills those of the latter.
+void launch_forward_fill(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_begin(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);

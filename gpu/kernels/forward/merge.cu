@@ -133,7 +133,7 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer) {
   }
 }
 
-/// Thread blocks that merge, and behind them one for each KV head that brings rows near, if they come with it.
+/// Thread blocks that merge, and behind them one for each KV head that lists rows to come near, if they come with it.
 template <bool kTeams>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
@@ -141,8 +141,7 @@ __global__ void __launch_bounds__(kThreads)
   detail::wait_for_kernel_before();
   const std::uint32_t merges = m.bucket.decode_rows * m.shape.kv_heads;
   if (blockIdx.x < merges) return merge<kTeams>(m, layer);
-  if (m.far_layout.scaled()) return near::promote<true, false>(m, scratch, layer.layer, blockIdx.x - merges);
-  near::promote<false, false>(m, scratch, layer.layer, blockIdx.x - merges);
+  near::promote<false>(m, scratch, layer.layer, blockIdx.x - merges);
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
-// Near rows of what a plan brings and takes, and of what was attended far.
+// Near rows of what a plan brings and takes, and of what was attended far before it.
 
 #include "gpu/device/cuda_error.hpp"
+#include "gpu/kernels/forward/arrive.cuh"
+#include "gpu/kernels/forward/near_load.cuh"
 #include "gpu/kernels/forward/promote.cuh"
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
@@ -64,7 +66,7 @@ __device__ void keep_whole(const ForwardMemory& m, const Plane& plane, Wanted& w
       acquired = acquire(
           m, plane, acquired, wanted.count, forward, forward, patience, [&](std::uint32_t i) { return wanted.rows[i]; },
           shared);
-    load(m, plane, wanted, acquired);
+    load<8>(m, plane, acquired, [&](std::uint32_t i) { return wanted.rows[i]; });
     left -= acquired;
     if (threadIdx.x == 0 && acquired != 0)
       atomicAdd(reinterpret_cast<unsigned long long*>(&m.state->promoted), acquired);
@@ -80,6 +82,8 @@ __global__ void __launch_bounds__(kThreads) acquire_kernel(const __grid_constant
   __shared__ AcquireShared shared;
   const Plane plane = plane_of(m, blockIdx.x);
   const std::uint32_t page_tokens = m.layout.page_tokens;
+  for (std::uint32_t stack = 0; stack < m.stacks && m.has_layer(stack, blockIdx.x); ++stack)
+    settle(m, plane, Arrivals(m, stack, plane.index));
   const std::uint32_t all = m.slip->freed_blocks;
   std::uint32_t freed = 0;
   for (std::uint32_t base = 0; base < all; base += kThreads) {
@@ -113,15 +117,42 @@ __global__ void __launch_bounds__(kThreads) acquire_kernel(const __grid_constant
   for (std::uint32_t stack = 0; stack < m.stacks && m.has_layer(stack, blockIdx.x); ++stack)
     acquire_coming(m, stack, plane, false, prompts - most, forward - kNearPatience, wanted, ballots, shared,
                    kNearPatience);
+  // Behind all tokens that come, which may have been listed by a forward that was taken back.
+  for (std::uint32_t stack = 0; stack < m.stacks && m.has_layer(stack, blockIdx.x); ++stack)
+    place(m, plane, Arrivals(m, stack, plane.index), forward, ballots, shared);
 }
 
 /// Thread block i: KV head i.
-template <bool kScaled, bool kChosen>
+template <bool kChosen>
 __global__ void __launch_bounds__(kThreads)
     promote_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                    std::uint32_t layer) {
   detail::wait_for_kernel_before();
-  promote<kScaled, kChosen>(m, scratch, layer, blockIdx.x);
+  promote<kChosen>(m, scratch, layer, blockIdx.x);
+}
+
+/// Thread blocks share the planes of all stacks. They run beside a forward and stay out of its way: on two
+/// multiprocessors, whose other half they leave to it, with what keeps the link busy for rows of 256 bytes and lets
+/// questions and answers through.
+constexpr std::uint32_t kFillBlocks = 2;
+constexpr std::uint32_t kFillThreads = 1024;
+constexpr std::uint32_t kFillWords = 2;
+__global__ void __launch_bounds__(kFillThreads, 2) fill_kernel(const __grid_constant__ ForwardMemory m) {
+  for (std::uint32_t i = blockIdx.x; i < m.stacks * m.planes(); i += gridDim.x) {
+    const Plane plane = plane_of(m, i % m.planes());
+    const Arrivals arrivals(m, i / m.planes(), plane.index);
+    if (arrivals.now().state != ForwardArrivals::State::placed) continue;
+    const auto row_at = [&](std::uint32_t r) { return arrivals.row(r); };
+    if (m.far_layout.scaled()) {
+      load_scaled<kFillWords>(m, plane, arrivals.count(), row_at);
+    } else {
+      load<kFillWords>(m, plane, arrivals.count(), row_at);
+    }
+    __syncthreads();
+    ForwardArrivals filled = arrivals.now();
+    filled.state = ForwardArrivals::State::filled;
+    if (threadIdx.x == 0) arrivals.set(filled);
+  }
 }
 
 }  // namespace
@@ -131,19 +162,21 @@ void launch_forward_acquire(const ForwardMemory& memory, cudaStream_t stream) {
   check(cudaGetLastError(), "launch the kernel that finds near rows for tokens");
 }
 
+void launch_forward_fill(const ForwardMemory& memory, cudaStream_t stream) {
+  fill_kernel<<<kFillBlocks, kFillThreads, 0, stream>>>(memory);
+  check(cudaGetLastError(), "launch the kernel that fills near rows");
+}
+
 void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
-  const auto kernel = memory.keeps_chosen()          ? promote_kernel<false, true>
-                      : memory.far_layout.scaled() ? promote_kernel<true, false>
-                                                   : promote_kernel<false, false>;
   OverlappingLaunch(memory.shape.kv_heads, kThreads, 0, static_cast<cudaStream_t>(layer.stream))
-      .run(kernel, "launch the kernel that brings rows near", memory, scratch, layer.layer);
+      .run(memory.keeps_chosen() ? promote_kernel<true> : promote_kernel<false>,
+           "launch the kernel that lists rows to come near", memory, scratch, layer.layer);
 }
 
 namespace detail {
 void load_forward_near_kernels() {
-  load_kernel(acquire_kernel, "load the kernels of near rows");
-  for (const auto kernel : {promote_kernel<false, false>, promote_kernel<true, false>, promote_kernel<false, true>})
-    load_kernel(kernel, "load the kernels of near rows");
+  const auto load = [](auto*... kernels) { (load_kernel(kernels, "load the kernels of near rows"), ...); };
+  load(acquire_kernel, fill_kernel, promote_kernel<false>, promote_kernel<true>);
 }
 }  // namespace detail
 

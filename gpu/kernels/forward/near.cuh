@@ -29,7 +29,13 @@ __device__ inline Plane plane_of(const ForwardMemory& m, std::uint32_t index) {
           .count = m.near_pages * m.layout.page_tokens};
 }
 
-__device__ inline std::uint32_t stamp_of(std::uint32_t forward) { return forward & ~kNearBit; }
+__device__ inline std::uint32_t stamp_of(std::uint32_t forward) { return forward & (kComingBit - 1); }
+__device__ inline std::uint32_t place_of(std::uint32_t entry) { return entry & (kComingBit - 1); }
+
+/// Whether rows have near ones that are being filled.
+__device__ inline bool under_way(const ForwardArrivals& arrivals) {
+  return arrivals.state == ForwardArrivals::State::placed || arrivals.state == ForwardArrivals::State::filled;
+}
 
 /// How many of the threads before this one, and of all, say yes. All threads.
 struct Places {
@@ -51,9 +57,10 @@ __device__ inline Places places_of(bool yes, std::uint32_t (&ballots)[kWarps]) {
   return places;
 }
 
-/// `row` gets near row `place`, which held `held`. Whether that was free.
+/// `row` gets near row `place`, which held `held`. Whether that was free. `bit`: kNearBit, or kComingBit where it has
+/// to be filled.
 __device__ inline bool put(const ForwardMemory& m, const Plane& plane, std::uint32_t place, const ForwardNearRow& held,
-                           std::uint32_t row, std::uint32_t used) {
+                           std::uint32_t row, std::uint32_t used, std::uint32_t bit) {
   const bool free = held.row == kNone;
   if (!free) {
     plane.near_of[held.row] = stamp_of(held.used);
@@ -61,7 +68,7 @@ __device__ inline bool put(const ForwardMemory& m, const Plane& plane, std::uint
   }
   atomicAdd(&m.near_held[row >> m.page_shift], 1);  // Other planes' thread blocks count there, too.
   plane.rows[place] = {.row = row, .used = used};
-  plane.near_of[row] = place | kNearBit;
+  plane.near_of[row] = place | bit;
   return free;
 }
 
@@ -124,7 +131,8 @@ struct AcquireShared {
 template <class RowAt>
 __device__ inline std::uint32_t acquire(const ForwardMemory& m, const Plane& plane, std::uint32_t acquired,
                                         std::uint32_t wanted, std::uint32_t forward, std::uint32_t used,
-                                        std::uint32_t patience, const RowAt& row_at, AcquireShared& s) {
+                                        std::uint32_t patience, const RowAt& row_at, AcquireShared& s,
+                                        std::uint32_t bit = kNearBit) {
   if (acquired >= wanted) return acquired;
   const std::uint32_t begin = *plane.hand;
   const std::uint32_t most = min(plane.count, kNearLooks);
@@ -153,7 +161,7 @@ __device__ inline std::uint32_t acquire(const ForwardMemory& m, const Plane& pla
       const std::uint32_t at = acquired + votes.rank(k);
       if ((gives_way >> k & 1) == 0 || at >= wanted) continue;
       const std::uint32_t place = place_of(looked + k * kThreads);
-      freed += put(m, plane, place, held[k], row_at(at), used) ? 1 : 0;
+      freed += put(m, plane, place, held[k], row_at(at), used, bit) ? 1 : 0;
       // The next time looks begin behind the last one that was needed.
       if (at + 1 == wanted) s.next = place + 1 == plane.count ? 0 : place + 1;
     }
@@ -167,21 +175,26 @@ __device__ inline std::uint32_t acquire(const ForwardMemory& m, const Plane& pla
   return acquired;
 }
 
+/// Adds the rows of the threads that want theirs, in their order, as far as there is room. All threads; `count` is
+/// shared by them.
+__device__ inline void add(std::uint32_t* rows, std::uint32_t& count, bool mine, std::uint32_t row, std::uint32_t most,
+                           std::uint32_t (&ballots)[kWarps]) {
+  const Places places = places_of(mine, ballots);
+  const std::uint32_t at = count + places.before;
+  if (mine && at < most) rows[at] = row;
+  __syncthreads();
+  if (threadIdx.x == 0) count = min(count + places.all, most);
+  __syncthreads();
+}
+
 /// Rows that are wanted, in the order in which they were found.
 struct Wanted {
   std::uint32_t count;
   std::uint32_t rows[kMostPromotions];
 };
-
-/// Adds the rows of the threads that want theirs, in their order, as far as there is room. All threads.
 __device__ inline void add(Wanted& wanted, bool mine, std::uint32_t row, std::uint32_t most,
                            std::uint32_t (&ballots)[kWarps]) {
-  const Places places = places_of(mine, ballots);
-  const std::uint32_t at = wanted.count + places.before;
-  if (mine && at < most) wanted.rows[at] = row;
-  __syncthreads();
-  if (threadIdx.x == 0) wanted.count = min(wanted.count + places.all, most);
-  __syncthreads();
+  add(wanted.rows, wanted.count, mine, row, most, ballots);
 }
 
 }  // namespace sluice::gpu::near

@@ -43,8 +43,7 @@ PipelineTimes median(const std::vector<PipelineTimes>& all) {
   };
   return {.choice_us = of(&PipelineTimes::choice_us),
           .waited_us = of(&PipelineTimes::waited_us),
-          .exposed_us = of(&PipelineTimes::exposed_us),
-          .brought_us = of(&PipelineTimes::brought_us)};
+          .exposed_us = of(&PipelineTimes::exposed_us)};
 }
 
 Table empty_table(double gather_gbps) {
@@ -63,7 +62,6 @@ Table empty_table(double gather_gbps) {
                       {"choice_us", "choice", 1},
                       {"waited_us", "waited", 1},
                       {"exposed_us", "exposed", 1},
-                      {"brought_us", "of it brought", 1},
                       {"link_bytes", "link B"},
                       {"exposed_bytes", "exposed B"},
                       {"goal_us", "goal", 1},
@@ -170,11 +168,11 @@ class PipelineBench {
   /// Of what the CPU attends itself (`lsh | sampled`) the goal knows nothing.
   void append_parts(const Measured& measured, double link_bytes, std::vector<Json>& row) {
     if (!measured.times) {
-      row.insert(row.end(), {Json(), Json(), Json(), Json(), link_bytes, Json(), Json(), Json()});
+      row.insert(row.end(), {Json(), Json(), Json(), link_bytes, Json(), Json(), Json()});
       return;
     }
     const PipelineTimes& times = *measured.times;
-    row.insert(row.end(), {times.choice_us, times.waited_us, times.exposed_us, times.brought_us, link_bytes});
+    row.insert(row.end(), {times.choice_us, times.waited_us, times.exposed_us, link_bytes});
     if (measured.stats.far_tokens != 0) {
       row.insert(row.end(), {Json(), Json(), Json()});
       return;

@@ -13,7 +13,6 @@ PipelineTimes pipeline_times(const ForwardTrace& trace, std::uint32_t layers) {
   std::map<std::uint32_t, Choice> choices;  // Several threads have a part in one.
   PipelineTimes times;
   for (const TraceSpan& span : trace.spans) {
-    if (span.stage == Stage::promote) times.brought_us += span.end_us - span.begin_us;
     if (span.stage != Stage::choose_far) continue;
     Choice& choice = choices.try_emplace(span.layer, Choice{span.begin_us, span.end_us}).first->second;
     choice.begin_us = std::min(choice.begin_us, span.begin_us);
@@ -26,7 +25,7 @@ PipelineTimes pipeline_times(const ForwardTrace& trace, std::uint32_t layers) {
     if (waited_for(stall.cause) == Actor::link) times.exposed_us += stall.end_us - stall.begin_us;
   }
   for (double PipelineTimes::*const each :
-       {&PipelineTimes::choice_us, &PipelineTimes::waited_us, &PipelineTimes::exposed_us, &PipelineTimes::brought_us})
+       {&PipelineTimes::choice_us, &PipelineTimes::waited_us, &PipelineTimes::exposed_us})
     times.*each /= layers;
   return times;
 }

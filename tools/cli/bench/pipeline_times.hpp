@@ -11,8 +11,7 @@ namespace sluice::tools {
 struct PipelineTimes {
   double choice_us = 0.0;   ///< of the CPU, from the first choice of a layer that began to the last that ended
   double waited_us = 0.0;   ///< that the device waited for the CPU, with nothing else to do
-  double exposed_us = 0.0;  ///< and for the link: for rows that it attends, and for those that are brought near
-  double brought_us = 0.0;  ///< of that, for the latter
+  double exposed_us = 0.0;  ///< and for the link
 };
 [[nodiscard]] PipelineTimes pipeline_times(const ForwardTrace& trace, std::uint32_t layers);
 

@@ -186,7 +186,7 @@ class Calibration {
     fit(one_, rates.stages);
     fit(batch_, rates.batch);
     rates.batch_rows = batch_.plain.empty() ? 0 : kBatchRows;
-    // Beside `merge`, and its bytes alone: nobody waits for a launch of its own.
+    // Beside `merge`, and beside forwards: its bytes alone, and nobody waits for a launch of its own.
     rates.stage(Stage::promote) = scheduler::StageCost{};
     if (forward_us_) rates.forward_us = *forward_us_;
     if (const auto cost = scheduler::fitted_cost(dense_, rates.device_gbps)) machine_.dense = *cost;
