@@ -80,7 +80,7 @@ struct ForwardRow {
   std::uint32_t asks =
       0;  ///< not 0: the CPU is asked and chooses, in all layers but dense ones; `picks` and `mass` are 0 then
   ForwardClusters clusters{};  ///< with some of them, `mass` is a share by a curve, not by top-p
-  /// Not 0: each query head chooses `picks` of the tokens that its history proposes, in slot `proposed` - 1 of
+  /// Not 0: each query head chooses, by `picks` or `mass`, of what its history proposes, in slot `proposed` - 1 of
   /// ForwardMemory::proposals; `asks` is as ForwardVerbs::propose finds it in each layer.
   std::uint32_t proposed = 0;
 

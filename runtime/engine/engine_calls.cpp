@@ -68,7 +68,7 @@ void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView&
   if (++next_layer < shape.layers) return;
   verbs.end(m, stream);
   const bool done = await_end(importing) == ForwardStatus::done;
-  std::optional<runtime::FarChoice::Rest> rest;
+  std::optional<runtime::Rest> rest;
   if (!done) rest.emplace(await_idle());
   const runtime::Program program = retire(importing, done);
   if (done) return look_ahead(program);
@@ -193,7 +193,7 @@ void Engine::Impl::finish(const Batch& batch) {
   // While it can still be finished again, or cancelled.
   if (const auto audit = programs.find(batch.forward)->audit; audit && status == ForwardStatus::done) compare(audit);
   // Late answers write where the next forward's will.
-  std::optional<runtime::FarChoice::Rest> rest;
+  std::optional<runtime::Rest> rest;
   if (status != ForwardStatus::done) rest.emplace(await_idle());
   const runtime::Program program = retire(batch.forward, status == ForwardStatus::done);
   if (status == ForwardStatus::done) return look_ahead(program);

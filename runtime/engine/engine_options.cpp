@@ -144,6 +144,7 @@ void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& op
   // of 128K.
   constexpr std::uint32_t kWorthForecasts = 4;
   options.forecasts |= scheduler::forecasts(policy) && policy.history.observe_every >= kWorthForecasts;
+  bucket.unbounded |= options.forecasts && scheduler::forecasts(policy) && policy.budget.kind == BudgetKind::top_p;
   if (scheduler::chooser(policy) == scheduler::Chooser::cpu)
     options.cpu_sequences = std::max(options.cpu_sequences, 1u);
   require_served(policy, options);

@@ -170,7 +170,8 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
       if (m.proposes() && sequence->tail.slot != kNone) {
         ForwardRow ahead = *row;
         scheduler::choose_proposed(sequence->spec, sequence->tail.slot, runtime::limits_of(options).shape, ahead);
-        if (ahead.picks <= m.max_picks) *row = ahead;  // Else the CPU chooses, as it always can.
+        // Else the CPU chooses, as it always can.
+        if (ahead.picks <= m.max_picks && (ahead.mass == 0.f || m.bucket.unbounded)) *row = ahead;
       }
       count_reads(*sequence, *row);
       row->list = list;

@@ -296,7 +296,7 @@ struct Engine::Impl : cpu::Kept {
   /// or until that is late, which the layer then finds out. For the calling thread.
   void await_answer(std::uint64_t signalled, void* stream);
   /// No thread works for a forward that failed, and none does as long as the result lives.
-  [[nodiscard]] runtime::FarChoice::Rest await_idle();
+  [[nodiscard]] runtime::Rest await_idle();
   /// Its sequences have what it planned for them, if it got to its end, or never will: then while no thread learns.
   runtime::Program retire(std::uint64_t forward, bool done);
   /// Takes back this forward and all behind it.

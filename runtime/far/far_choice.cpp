@@ -4,13 +4,10 @@
 #include <functional>
 #include <limits>
 #include <numeric>
-#include <thread>
 
 #include "cpu/backend/verbs.hpp"
-#include "cpu/threads/spin.hpp"
 #include "sluice/error.hpp"
 #include "sluice/partial.hpp"
-#include "sluice/run_clock.hpp"
 
 namespace sluice::runtime {
 
@@ -21,18 +18,6 @@ std::uint32_t team_members(std::uint32_t members, std::uint32_t own, std::uint32
   std::uint32_t others = 0;
   for (std::uint32_t first = own; first < group; first += own) others |= (~0u >> (32 - own) & ~bypassed) << first;
   return members | others;
-}
-
-/// By the clock of a process that runs.
-template <class Ready>
-bool comes(const Ready& ready, std::chrono::milliseconds timeout) {
-  constexpr std::chrono::microseconds kNap{50};
-  const Deadline deadline = deadline_after(timeout);
-  while (!cpu::spin_until(ready)) {
-    if (RunClock::now() >= deadline) return false;
-    std::this_thread::sleep_for(kNap);
-  }
-  return true;
 }
 
 }  // namespace
@@ -125,16 +110,6 @@ std::vector<std::shared_ptr<SequencePolicy>> FarChoice::policies() noexcept {
   } catch (const std::exception&) {
     return {};  // They learn when they choose again.
   }
-}
-
-FarChoice::Rest FarChoice::rest(std::chrono::milliseconds timeout) {
-  resting_.store(true);
-  Rest rest(*this);
-  if (!comes([&] { return learning_.load() == 0; }, timeout))
-    throw Error(Errc::timeout, "a thread in which a policy learns from an earlier token has not come back within " +
-                                   std::to_string(timeout.count()) +
-                                   " ms; repeat the call when it may have, or destroy the engine");
-  return rest;
 }
 
 FarChoice::Place FarChoice::place_of(std::uint64_t forward, std::uint32_t layer, std::uint32_t item) const noexcept {

@@ -2,31 +2,12 @@
 
 #include <algorithm>
 #include <string>
-#include <thread>
 #include <utility>
 
-#include "cpu/threads/spin.hpp"
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
-#include "sluice/run_clock.hpp"
 
 namespace sluice::runtime {
-namespace {
-
-/// For another thread, which is about to be ready.
-template <class Ready>
-void await(const Ready& ready, std::chrono::milliseconds timeout) {
-  constexpr std::chrono::microseconds kNap{20};
-  const Deadline deadline = deadline_after(timeout);
-  while (!cpu::spin_until(ready)) {
-    if (RunClock::now() >= deadline)
-      throw Error(Errc::timeout, "a thread that learns from an earlier token has not come back within " +
-                                     std::to_string(timeout.count()) + " ms");
-    std::this_thread::sleep_for(kNap);
-  }
-}
-
-}  // namespace
 
 SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory,
                                const std::vector<std::uint32_t>& blocks, cpu::Backend& host)
@@ -35,6 +16,7 @@ SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memo
       prompt_blocks_(blocks),
       host_(host),
       corrects_scores_(scheduler::corrects_scores(spec)),
+      copies_open_page_(scheduler::copies_open_page(spec, memory.layout.page_tokens)),
       heads_(memory.layer_heads()) {
   for (std::uint32_t layer = 0; layer < memory.shape.layers; ++layer) {
     const bool chooses = !spec.dense(layer) && memory.window_in(layer) == 0;
@@ -49,6 +31,7 @@ SequencePolicy::SequencePolicy(const SequencePolicy& other, std::vector<std::uni
       blocks_(nullptr),
       host_(other.host_),
       corrects_scores_(other.corrects_scores_),
+      copies_open_page_(other.copies_open_page_),
       layers_(std::move(layers)),
       heads_(other.heads_.size()),
       spoilt_(other.spoilt()) {
@@ -77,8 +60,11 @@ HostKv SequencePolicy::reader(std::uint32_t layer, std::uint32_t kv_head, const 
                               std::uint32_t tokens) const {
   std::byte* const first = memory_.far_block(memory_.plane(layer, kv_head), 0);
   HostKv kv(host_, memory_.shape, KvView{.base = first, .frames = blocks, .layout = memory_.far_layout});
-  // The newest page is scored as it is; copies of the others lie on the device.
-  kv.use_codes(tokens == 0 ? 0 : (tokens - 1) / memory_.layout.page_tokens);
+  // The newest page is scored as it is, as a rule.
+  const std::uint32_t page = memory_.layout.page_tokens;
+  kv.use_codes(copies_open_page_ ? static_cast<std::uint32_t>(div_up(tokens, page))
+               : tokens == 0     ? 0
+                                 : (tokens - 1) / page);
   return kv;
 }
 
@@ -109,7 +95,9 @@ void SequencePolicy::catch_up(HeadState& mine, std::uint32_t layer, std::uint32_
   // What is to be learnt comes from before this forward, which would not run had that one failed.
   const auto learnt = [&] { return mine.lesson.load(std::memory_order_acquire) == 0; };
   learn(layer, kv_head, forward - 1);
-  if (!learnt()) await(learnt, timeout);
+  if (!learnt() && !comes(learnt, timeout))
+    throw Error(Errc::timeout, "a thread that learns from an earlier token has not come back within " +
+                                   std::to_string(timeout.count()) + " ms");
   if (spoilt()) throw Error(Errc::device, "what it has learnt is lost");
   if (const std::uint32_t keep = std::exchange(mine.keep, kNone); keep != kNone)
     layers_[layer]->truncate(kv_head, keep);

@@ -9,6 +9,7 @@
 
 #include "cpu/backend/backend.hpp"
 #include "runtime/far/host_kv.hpp"
+#include "runtime/far/rest.hpp"
 #include "runtime/far/shared_calls.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "sluice/forward_memory.hpp"
@@ -73,6 +74,15 @@ class SequencePolicy {
   /// ForwardMemory::proposed_q, when there is something to learn from it.
   void propose(std::uint64_t forward, std::uint32_t layer, std::uint32_t kv_head, const ForwardRow& row,
                std::chrono::milliseconds timeout) noexcept;
+  /// Where threads learn for it that do so when they have time.
+  [[nodiscard]] Workplace& lessons() noexcept { return lessons_; }
+  /// None of these learns for it while the result lives. For a sequence that no forward
+  /// in flight refers to: nobody chooses or proposes for it either, and others go on.
+  /// @throws Error{Errc::timeout} if one does not come back, and nothing was changed
+  static Rest rest(const std::shared_ptr<SequencePolicy>& policy, std::chrono::milliseconds timeout) {
+    return {{policy, &policy->lessons_}, timeout};
+  }
+
   /// Learns what a head chose in a forward up to `good`, unless another thread does.
   void learn(std::uint32_t layer, std::uint32_t kv_head, std::uint64_t good) noexcept;
   /// Learns what all heads chose in forwards up to `good`. While no thread learns.
@@ -126,9 +136,11 @@ class SequencePolicy {
   std::vector<std::uint32_t> prompt_blocks_;  ///< its own: a thread that is lost may read them for longer than any call
   cpu::Backend& host_;
   bool corrects_scores_;
+  bool copies_open_page_;
   std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers_;  ///< null: attends everything
   std::vector<HeadState> heads_;                                 ///< [layers, kv_heads]
   std::atomic<bool> spoilt_{false};
+  Workplace lessons_;
 };
 
 }  // namespace sluice::runtime

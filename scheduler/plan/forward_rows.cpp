@@ -144,8 +144,13 @@ Chooser chooser(const PolicySpec& spec) noexcept {
 bool clusters_on_device(const PolicySpec& spec) noexcept { return by_clusters(spec); }
 
 bool forecasts(const PolicySpec& spec) noexcept {
-  return only(spec, Source::history) && spec.estimate == Estimate::int4 && spec.budget.kind == BudgetKind::top_k &&
-         spec.bypass_threshold == 0.f && spec.near.share == 0.f;
+  const bool cut = spec.budget.kind == BudgetKind::top_k || spec.budget.kind == BudgetKind::top_p;
+  return only(spec, Source::history) && spec.estimate == Estimate::int4 && cut && spec.bypass_threshold == 0.f &&
+         spec.near.share == 0.f;
+}
+
+bool copies_open_page(const PolicySpec& spec, std::uint32_t page_tokens) noexcept {
+  return forecasts(spec) && by_share(spec) && spec.near.recent_tokens >= page_tokens;
 }
 
 std::uint32_t prompt_queries(const PolicySpec& spec) noexcept {
@@ -172,7 +177,7 @@ ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const R
   ForwardNeeds needs{.bucket = features(spec)};
   if (bounds_window(spec, needs.bucket)) needs.window = static_cast<std::uint32_t>(window_of(spec, shape.page_tokens));
   needs.bucket.top_k |= forecasts(spec);
-  if (needs.bucket.top_k) needs.picks = tokens_per_head(spec, tokens, shape);
+  if (needs.bucket.top_k && !by_share(spec)) needs.picks = tokens_per_head(spec, tokens, shape);
   if (by_clusters(spec)) needs.clusters = ClusterSchedule::most_clusters(spec.clusters, tokens);
   if (!needs.bucket.pages) return needs;
   needs.ranked = pages_per_head(spec, tokens / shape.page_tokens, tokens, shape);
@@ -254,8 +259,12 @@ void choose_clusters(const PolicySpec& spec, std::uint32_t slot, std::uint32_t c
 
 void choose_proposed(const PolicySpec& spec, std::uint32_t slot, const RowShape& shape, ForwardRow& row) noexcept {
   if (!forecasts(spec) || row.asks == 0 || row.drafts != 0 || spec.near.recent_tokens < shape.page_tokens) return;
-  if (row.recent_begin <= row.sink_end) return;
-  row.picks = std::min(tokens_per_head(spec, row.tokens, shape), row.recent_begin - row.sink_end);
+  if (row.recent_begin <= row.sink_end || row.most == 0) return;
+  if (by_share(spec)) {
+    row.mass = spec.budget.mass;
+  } else {
+    row.picks = std::min(tokens_per_head(spec, row.tokens, shape), row.recent_begin - row.sink_end);
+  }
   row.proposed = slot + 1;
   row.asks = 0;
 }
