@@ -192,6 +192,7 @@ void FarChoice::choose_for(const FarQuestion& question, const Place& place, Chos
                               .layer = question.layer,
                               .kv_head = place.kv_head,
                               .row = row,
+                              .drafts = question.drafts,
                               .q = memory_.far_q + first,
                               .rehearsed = memory_.rehearsed_q == nullptr ? nullptr : memory_.rehearsed_q + first,
                               .timeout = timeout_,

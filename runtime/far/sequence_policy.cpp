@@ -46,7 +46,7 @@ class SequencePolicy::Layer final : public scheduler::LayerReader {
  private:
   [[nodiscard]] const float* of_head(const float* rows, std::uint32_t kv_head) const noexcept {
     const AttentionShape& shape = of_.memory_.shape;
-    const std::size_t floats = std::size_t{std::max(asked_.row.drafts, 1u)} * shape.group() * shape.head_dim;
+    const std::size_t floats = std::size_t{asked_.drafts} * shape.group() * shape.head_dim;
     return rows == nullptr ? nullptr : rows + kv_head * floats;
   }
 
@@ -170,7 +170,8 @@ void SequencePolicy::propose(std::uint64_t forward, std::uint32_t layer, std::ui
 
 void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypass,
                             scheduler::SelectCounters& counters) {
-  const auto& [forward, layer, kv_head, window, layer_q, rehearsed, ranked_pages, page_scores, timeout, caller] = asked;
+  const auto& [forward, layer, kv_head, window, drafts, layer_q, rehearsed, ranked_pages, page_scores, timeout, caller] =
+      asked;
   HeadState& mine = state_of(layer, kv_head);
   // Another head of the row could propose nothing, so that all of them choose here.
   std::uint64_t proposed = forward;
