@@ -114,7 +114,7 @@ class WithinPolicy final : public LayerPolicy {
     if (rehearsed == nullptr)
       throw Error(Errc::invalid_argument,
                   "the policy chooses by rehearsed queries, and none were given; whoever runs the model has to hand "
-                  "them to attend, or drop the stage rehearsed");
+                  "them to attend, or the stage rehearsed to be left out");
     return rehearsed;
   }
 
