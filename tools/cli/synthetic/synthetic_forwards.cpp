@@ -181,8 +181,7 @@ void SyntheticForwards::attend() {
   for (std::uint32_t l = 0; l < shape_.layers; ++l) {
     engine_->attend(bucket(), LayerId{l}, in(*q_, DType::f32, shape_.q_heads), in(*k_, dtype, shape_.kv_heads),
                     in(*v_, dtype, shape_.kv_heads),
-                    dense_view(out_->data(), DType::f32, rows, shape_.q_heads, shape_.head_dim), stream_, nullptr,
-                    in(*q_, DType::f32, shape_.q_heads));  // There is no layer before: rehearsed without an error.
+                    dense_view(out_->data(), DType::f32, rows, shape_.q_heads, shape_.head_dim), stream_);
   }
 }
 
