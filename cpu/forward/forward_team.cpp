@@ -45,8 +45,7 @@ void append_queries(const Kernels& kernels, const ForwardMemory& m, const Forwar
     float* const q = m.q + r * floats;
     widen_queries(kernels, m, layer.q, m.rows[r], q);
     std::copy_n(q, floats, m.far_q + r * floats);
-    if (layer.rehearsed.tokens != 0)
-      widen_queries(kernels, m, layer.rehearsed, m.rows[r], m.rehearsed_q + r * floats);
+    if (layer.rehearsed.tokens != 0) widen_queries(kernels, m, layer.rehearsed, m.rows[r], m.rehearsed_q + r * floats);
   }
 }
 

@@ -210,7 +210,8 @@ struct PolicySpec {
 ///   source  = ("all" | "exact" | "history" | "pages" | "clusters" | "lsh" | "snapshot" | "none") [":" options]
 ///   stage   = "int4" | "channels=" CHANNELS | "hadamard" | "skewed=" SHARE | "rehearsed" | "top_k=" COUNT
 ///           | "top_p=" SHARE | "fitted=" SHARE | "progressive=" SHARE ["," options] | "sampled"
-///           | "verified=" SHARE ["," options] | "within=" LOGITS ["," options] | "far=" COUNT | "bypass=" ("off" | ["sink:"] SHARE) ["," options]
+///           | "verified=" SHARE ["," options] | "within=" LOGITS ["," options] | "far=" COUNT
+///           | "bypass=" ("off" | ["sink:"] SHARE) ["," options]
 ///           | "near=" SHARE ["," options] | "dense=" LAYERS ["," options] | "page=" TOKENS
 ///   options = key "=" value {"," key "=" value}
 ///

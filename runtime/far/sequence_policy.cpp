@@ -170,8 +170,8 @@ void SequencePolicy::propose(std::uint64_t forward, std::uint32_t layer, std::ui
 
 void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypass,
                             scheduler::SelectCounters& counters) {
-  const auto& [forward, layer, kv_head, window, drafts, layer_q, rehearsed, ranked_pages, page_scores, timeout, caller] =
-      asked;
+  const auto& [forward, layer, kv_head, window, drafts, layer_q, rehearsed, ranked_pages, page_scores, timeout,
+               caller] = asked;
   HeadState& mine = state_of(layer, kv_head);
   // Another head of the row could propose nothing, so that all of them choose here.
   std::uint64_t proposed = forward;

@@ -59,9 +59,9 @@ class SequencePolicy {
     std::uint32_t layer = 0;
     std::uint32_t kv_head = 0;
     ForwardRow row;            ///< whose tokens are visible; of a team, those before it and the first of its own
-    std::uint32_t drafts = 1;               ///< Bucket::drafts: rows of a KV head's queries, wanted or not
-    const float* q = nullptr;               ///< of all KV heads: [kv_heads, drafts, group, head_dim]
-    const float* rehearsed = nullptr;       ///< likewise; null: there are none
+    std::uint32_t drafts = 1;  ///< Bucket::drafts: rows of a KV head's queries, wanted or not
+    const float* q = nullptr;  ///< of all KV heads: [kv_heads, drafts, group, head_dim]
+    const float* rehearsed = nullptr;               ///< likewise; null: there are none
     std::span<const std::uint32_t> ranked_pages{};  ///< [group, page_picks]
     std::span<const float> page_scores{};           ///< [group, pages] if only these are wanted
     std::chrono::milliseconds timeout{1'000};       ///< of a wait for a thread that learns

@@ -31,7 +31,8 @@ std::vector<double> column_sums(std::span<const float> queries, const std::vecto
     const float* const query = queries.data() + first;
     if (!is_finite(query, d)) continue;
     for (std::size_t c = 0; c < d; ++c)
-      sums[c] += std::abs(std::inner_product(query, query + d, matrix.begin() + static_cast<std::ptrdiff_t>(c * d), 0.0));
+      sums[c] +=
+          std::abs(std::inner_product(query, query + d, matrix.begin() + static_cast<std::ptrdiff_t>(c * d), 0.0));
   }
   return sums;
 }
@@ -46,10 +47,7 @@ std::uint32_t SkewedCache::wanted(float share, const AttentionShape& shape) noex
 }
 
 SkewedCache::SkewedCache(float share, const AttentionShape& shape)
-    : wanted_(wanted(share, shape)),
-      group_(shape.group()),
-      head_dim_(shape.head_dim),
-      scale_(shape.score_scale()) {}
+    : wanted_(wanted(share, shape)), group_(shape.group()), head_dim_(shape.head_dim), scale_(shape.score_scale()) {}
 
 void SkewedCache::begin(const PromptContext& prompt) {
   if (prompt.tokens == 0) return;
@@ -89,8 +87,7 @@ void SkewedCache::follow(std::uint32_t tokens, KvReader& kv) {
   truncate(tokens - 1);
   make_room(keys_, tokens, size);
   for_each_key(kv, head_dim_, this->tokens(), tokens, [&](const float* key) {
-    for (std::size_t c = 0; c < size; ++c)
-      keys_.push_back(to_bf16(dot(key, rows_.data() + c * head_dim_, head_dim_)));
+    for (std::size_t c = 0; c < size; ++c) keys_.push_back(to_bf16(dot(key, rows_.data() + c * head_dim_, head_dim_)));
   });
 }
 

@@ -36,9 +36,7 @@ class SkewedCache {
 
   /// Rows of the skewing matrix that are kept, [channels, head_dim]; empty without a prompt.
   [[nodiscard]] std::span<const float> rows() const noexcept { return rows_; }
-  [[nodiscard]] std::uint32_t channels() const noexcept {
-    return static_cast<std::uint32_t>(rows_.size()) / head_dim_;
-  }
+  [[nodiscard]] std::uint32_t channels() const noexcept { return static_cast<std::uint32_t>(rows_.size()) / head_dim_; }
   [[nodiscard]] std::uint32_t tokens() const noexcept {
     return rows_.empty() ? 0 : static_cast<std::uint32_t>(keys_.size()) / channels();
   }

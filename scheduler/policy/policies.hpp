@@ -52,7 +52,8 @@ namespace sluice::scheduler {
 /// `layer` only decides which tokens are drawn.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_verified_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                                 std::uint32_t page_tokens, LayerId layer);
-/// The best tokens by skewed channels, as many as lie within `alpha` of the best on average: budget `within` (InfiniGen).
+/// The best tokens by skewed channels, as many as lie within `alpha` of the best on average: budget `within`
+/// (InfiniGen).
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_within_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                               std::uint32_t page_tokens);
 /// z of a standard normal variable that is outside [-z, z] with probability `delta` in (0, 1).

@@ -129,11 +129,13 @@ class Stage final : public LayerReader {
   std::vector<std::vector<float>> last_q, real, imagined;
 };
 
-const std::string kText = "exact | skewed=30% | rehearsed | within=1.5,most=max(1, 20%) | near=0,sinks=0,recent=1 | dense=1";
+const std::string kText =
+    "exact | skewed=30% | rehearsed | within=1.5,most=max(1, 20%) | near=0,sinks=0,recent=1 | dense=1";
 
 }  // namespace
 
-TEST_CASE("skewing turns coordinates to the queries' singular vectors, and leaves products as they are", "[infinigen]") {
+TEST_CASE("skewing turns coordinates to the queries' singular vectors, and leaves products as they are",
+          "[infinigen]") {
   const std::uint32_t rows = GENERATE(0u, 1u, 5u, 16u, 300u);
   const bool outliers = GENERATE(false, true);
   CAPTURE(rows, outliers);
@@ -181,21 +183,22 @@ TEST_CASE("estimates are those of the channels in which the prompt's newest quer
   const auto channels = std::max(static_cast<std::uint32_t>(double{share} * kDim + 1e-6), 1u);
   REQUIRE(cache.channels() == channels);
   const std::ptrdiff_t newest = std::ptrdiff_t{kSkewQueries} * kGroup * kDim;
-  const std::vector<float> sample = known ? std::vector<float>(last.end() - newest, last.end())
-                                          : std::vector<float>(kv.k.end() - newest, kv.k.end());
+  const std::vector<float> sample =
+      known ? std::vector<float>(last.end() - newest, last.end()) : std::vector<float>(kv.k.end() - newest, kv.k.end());
   const Matrix a = singular_vectors(sample);
   std::vector<double> sums(kDim, 0.0);
   for (std::size_t row = 0; row < sample.size(); row += kDim)
     for (std::uint32_t c = 0; c < kDim; ++c) sums[c] += std::abs(product(a.row(c).data(), &sample[row]));
-  const std::vector<std::uint32_t> chosen = best(positions(0, kDim), channels, [&](std::uint32_t c) { return sums[c]; });
+  const std::vector<std::uint32_t> chosen =
+      best(positions(0, kDim), channels, [&](std::uint32_t c) { return sums[c]; });
   const std::vector<float> q = lopsided(kGroup, 13);
   std::vector<float> found(std::size_t{n} * kGroup);
   cache.estimate(q.data(), n, kv, found.data());
   for (std::size_t i = 0; i < found.size(); ++i) {
     double want = 0.0, size = 0.0;  // An element is off by 2^-8 of itself.
     for (const std::uint32_t c : chosen) {
-      const double term = product(a.row(c).data(), &q[i % kGroup * kDim]) *
-                          product(a.row(c).data(), &kv.k[i / kGroup * kDim]) / 4.0;
+      const double term =
+          product(a.row(c).data(), &q[i % kGroup * kDim]) * product(a.row(c).data(), &kv.k[i / kGroup * kDim]) / 4.0;
       want += term;
       size += std::abs(term);
     }

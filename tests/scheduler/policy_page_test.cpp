@@ -126,7 +126,8 @@ TEST_CASE("the page's options have the defaults that it says", "[policy_page]") 
     for (const auto& row : *table) {
       std::string option = row.at(0);
       const bool given = holds(option, "TOKENS");  // No default: that it parses is all.
-      option = replaced(replaced(replaced(replaced(option, "TOKENS", "512"), "CHANNELS", "16"), "SHARE", "0.9"), "LOGITS", "4");
+      option = replaced(replaced(replaced(replaced(option, "TOKENS", "512"), "CHANNELS", "16"), "SHARE", "0.9"),
+                        "LOGITS", "4");
       CAPTURE(option);
       const std::size_t list = is_source ? option.find(':') : holds(option, "(") ? std::string::npos : option.find(',');
       const bool has_default = is_source || list != std::string::npos || (holds(option, "=") && option == row.at(0));

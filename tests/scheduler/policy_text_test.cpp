@@ -29,8 +29,7 @@ TEST_CASE("presets are valid, parse to themselves and have distinct words", "[po
       {"adakv", "snapshot:floor=20% | top_k=all | near=0%,sinks=0,recent=0"},
       {"vattention", "exact | verified=0.1 | near=0%,sinks=128,recent=128"},
       {"adamas", "exact | hadamard | top_k=128 | near=0%,sinks=4,recent=0 | dense=2"},
-      {"infinigen",
-       "exact | skewed=20% | rehearsed | within=4,most=max(1, 20%) | near=0%,sinks=0,recent=1 | dense=2"},
+      {"infinigen", "exact | skewed=20% | rehearsed | within=4,most=max(1, 20%) | near=0%,sinks=0,recent=1 | dense=2"},
       {"lfps", "history | top_k=max(64, 2%) | near=0%,sinks=4,recent=0 | bypass=sink:0.85"},
       {"sluice", "exact | int4 | top_k=max(64, 1%) | near=0%,sinks=4,recent=128 | page=16"},
   };

@@ -113,7 +113,8 @@ TEST_CASE("teams that are taken back one after another leave their policy as it 
 }
 
 TEST_CASE("drafts attend everything before them where the policy of their team chooses all of it", "[engine][drafts]") {
-  constexpr std::array kPolicies{"exact | top_k=400 | near=0,sinks=2,recent=6", "tactic:least=400 | near=0",
+  constexpr std::array kPolicies{"exact | top_k=400 | near=0,sinks=2,recent=6",
+                                 "tactic:least=400 | near=0",
                                  "tactic:least=64,size=4,recluster=64 | int4 | fitted=1",
                                  "pages | progressive=1,microbatch=2 | near=0,sinks=4,recent=16",
                                  "history:observe_every=3 | top_k=400 | near=0,sinks=4,recent=0",

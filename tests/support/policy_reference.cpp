@@ -109,7 +109,8 @@ void Reference::rank(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t p
   }
 }
 
-/// A layer at the token that is decoded; what is rehearsed are the queries of the layer before, as ForwardTensors has it.
+/// A layer at the token that is decoded; what is rehearsed are the queries of the layer before, as ForwardTensors has
+/// it.
 class Reference::Layer final : public scheduler::LayerReader {
  public:
   Layer(Reference& of, std::uint32_t layer) : of_(of), layer_(layer) {}
