@@ -76,8 +76,8 @@ bool sweep(std::vector<double>& matrix, std::vector<double>& vectors, std::size_
 }  // namespace
 
 std::vector<double> skewing_matrix(std::span<const float> queries, std::uint32_t head_dim) {
-  constexpr int kMostSweeps = 30;        // Six to eight do it.
-  constexpr double kNegligible = 1e-10;  // Of the largest eigenvalue, at most the trace: directions to 1e-5 of a unit.
+  constexpr int kMostSweeps = 30;        // It converges quadratically; this is far more than it takes.
+  constexpr double kNegligible = 1e-10;  // Of the mean eigenvalue.
   const std::size_t d = head_dim;
   std::vector<double> gram = gram_matrix(queries, d);
   std::vector<double> vectors(d * d, 0.0);
