@@ -58,7 +58,9 @@ struct Engine::Impl : cpu::Kept {
                      const TensorView& q);
   [[nodiscard]] Batch plan(std::span<const PlanItem> items, const Bucket& asked, void* stream);
   void attend(const Bucket& asked, LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
-              const MutableTensorView& out, void* stream, float* lse);
+              const MutableTensorView& out, void* stream, float* lse, const TensorView& rehearsed);
+  /// What a bucket with rehearsed queries wants of a layer is there, and fits.
+  void require_rehearsed(const Bucket& bucket, LayerId layer, const TensorView& rehearsed) const;
   void enqueue(Stage stage, const ForwardMemory& memory, const ForwardLayer& layer);
   /// What stands between `split` and what wants the answer, before each stage that comes behind it: who waits where
   /// kernels do not.

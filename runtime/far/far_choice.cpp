@@ -158,7 +158,7 @@ std::uint32_t FarChoice::choose(const FarQuestion& question, std::uint32_t item)
 
 void FarChoice::choose_for(const FarQuestion& question, const Place& place, ChosenList& chosen) {
   const ForwardMemory m = memory_.teams(question.drafts);
-  const std::uint64_t first = std::uint64_t{list_of(place)} * m.shape.group();
+  const std::uint64_t first = std::uint64_t{place.row->index} * m.shape.q_heads * m.shape.head_dim;
   scheduler::SelectCounters counters;
   chosen.selected.clear();
   chosen.bypass.heads = 0;
@@ -167,7 +167,9 @@ void FarChoice::choose_for(const FarQuestion& question, const Place& place, Chos
                               .layer = question.layer,
                               .kv_head = place.kv_head,
                               .row = row,
-                              .q = memory_.far_q + first * memory_.shape.head_dim,
+                              .drafts = question.drafts,
+                              .q = memory_.far_q + first,
+                              .rehearsed = memory_.rehearsed_q == nullptr ? nullptr : memory_.rehearsed_q + first,
                               .timeout = timeout_,
                               .caller = {.calls = &calls_, .caller = list_of(place), .question = question}};
   const std::size_t own = m.own_group();  // The first row's.

@@ -1,6 +1,7 @@
 #include "runtime/far/sequence_policy.hpp"
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -8,6 +9,33 @@
 #include "sluice/error.hpp"
 
 namespace sluice::runtime {
+
+/// A layer in the step that is asked for.
+class SequencePolicy::Layer final : public scheduler::LayerReader {
+ public:
+  Layer(const SequencePolicy& of, const Asked& asked, std::uint32_t tokens) : of_(of), asked_(asked), tokens_(tokens) {}
+
+  [[nodiscard]] std::uint64_t step() const noexcept override { return asked_.forward; }
+  [[nodiscard]] const float* q(std::uint32_t kv_head) const noexcept override { return of_head(asked_.q, kv_head); }
+  [[nodiscard]] const float* rehearsed(std::uint32_t kv_head) const noexcept override {
+    return of_head(asked_.rehearsed, kv_head);
+  }
+  [[nodiscard]] scheduler::KvReader& kv(std::uint32_t kv_head) override {
+    return kv_.emplace(of_.reader(asked_.layer, kv_head, of_.blocks_, tokens_));
+  }
+
+ private:
+  [[nodiscard]] const float* of_head(const float* rows, std::uint32_t kv_head) const noexcept {
+    const AttentionShape& shape = of_.memory_.shape;
+    const std::size_t floats = std::size_t{asked_.drafts} * shape.group() * shape.head_dim;
+    return rows == nullptr ? nullptr : rows + kv_head * floats;
+  }
+
+  const SequencePolicy& of_;
+  const Asked& asked_;
+  std::uint32_t tokens_;
+  std::optional<HostKv> kv_;
+};
 
 SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory,
                                const std::vector<std::uint32_t>& blocks, cpu::Backend& host)
@@ -130,7 +158,8 @@ void SequencePolicy::propose(std::uint64_t forward, std::uint32_t layer, std::ui
 
 void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypass,
                             scheduler::SelectCounters& counters) {
-  const auto& [forward, layer, kv_head, window, q, ranked_pages, page_scores, timeout, caller] = asked;
+  const auto& [forward, layer, kv_head, window, drafts, layer_q, rehearsed, ranked_pages, page_scores, timeout,
+               caller] = asked;
   HeadState& mine = state_of(layer, kv_head);
   // Another head of the row could propose nothing, so that all of them choose here.
   std::uint64_t proposed = forward;
@@ -140,6 +169,8 @@ void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypas
   const bool team = window.drafts != 0;
   const std::uint32_t visible = team ? window.tokens + 1 : window.tokens;
   const std::size_t floats = std::size_t{memory_.shape.group()} * memory_.shape.head_dim;
+  Layer whole(*this, asked, visible);
+  const float* const q = whole.q(kv_head);
   HostKv kv = reader(layer, kv_head, blocks_, visible);
   kv.share(caller);
   const scheduler::NearSet near{
@@ -147,11 +178,13 @@ void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypas
   layers_[layer]->select({.kv_head = kv_head,
                           .tokens = visible,
                           .q = q,
+                          .rehearsed = whole.rehearsed(kv_head),
                           .behind = {q + floats, team ? (window.drafts - 1) * floats : 0},
                           .ranked_pages = ranked_pages,
                           .page_scores = page_scores,
                           .near = &near,
-                          .kv = &kv},
+                          .kv = &kv,
+                          .layer = &whole},
                          row, bypass, counters);
   mine.tokens = visible;
   if (!layers_[layer]->wants_observation(kv_head)) return weigh(layer, kv_head);

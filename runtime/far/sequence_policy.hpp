@@ -53,14 +53,16 @@ class SequencePolicy {
   void look(const Prompt& prompt, std::uint32_t layer_head);
   void begun() noexcept { prompt_blocks_ = {}; }
 
-  /// What a row asks for, or the first row of a team for all of it. Queries are those of the KV head; those of the
-  /// rows behind it follow.
+  /// What a row asks for, or the first row of a team for all of it. Behind queries of a KV head are those of the rows
+  /// behind it.
   struct Asked {
     std::uint64_t forward = 0;
     std::uint32_t layer = 0;
     std::uint32_t kv_head = 0;
     ForwardRow row;            ///< whose tokens are visible; of a team, those before it and the first of its own
-    const float* q = nullptr;  ///< [ForwardRow::drafts or 1, group, head_dim]
+    std::uint32_t drafts = 1;  ///< Bucket::drafts: rows of a KV head's queries, wanted or not
+    const float* q = nullptr;  ///< of all KV heads: [kv_heads, drafts, group, head_dim]
+    const float* rehearsed = nullptr;               ///< likewise; null: there are none
     std::span<const std::uint32_t> ranked_pages{};  ///< [group, page_picks]
     std::span<const float> page_scores{};           ///< [group, pages] if only these are wanted
     std::chrono::milliseconds timeout{1'000};       ///< of a wait for a thread that learns
@@ -111,6 +113,7 @@ class SequencePolicy {
     std::atomic<std::uint64_t> heap_bytes{0};
   };
 
+  class Layer;
   SequencePolicy(const SequencePolicy& other, std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers);
   [[nodiscard]] HeadState& state_of(std::uint32_t layer, std::uint32_t kv_head) noexcept {
     return heads_[layer * memory_.shape.kv_heads + kv_head];

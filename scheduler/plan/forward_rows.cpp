@@ -5,6 +5,7 @@
 #include "scheduler/clusters/cluster_schedule.hpp"
 #include "scheduler/clusters/curve_fit.hpp"
 #include "scheduler/labels/label_cache.hpp"
+#include "scheduler/labels/skewed_cache.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/policy/budget.hpp"
 
@@ -87,7 +88,8 @@ Bucket features(const PolicySpec& spec) noexcept {
   const bool by_device = chooser(spec) == Chooser::device && ranks(spec) && !whole_pages(spec);
   return {.top_k = by_device && spec.budget.kind == BudgetKind::top_k,
           .unbounded = somewhere_whole(spec) || (by_device && by_share(spec)),
-          .pages = spec.uses(Source::pages)};
+          .pages = spec.uses(Source::pages),
+          .rehearsed = spec.rehearsed};
 }
 
 std::string lacks(const PolicySpec& spec, const Bucket& bucket) {
@@ -96,6 +98,9 @@ std::string lacks(const PolicySpec& spec, const Bucket& bucket) {
     return somewhere_whole(spec) ? "it attends everything in some layer; say so by Bucket::unbounded"
                                  : "it chooses a share of the mass; say so by Bucket::unbounded";
   if (needs.top_k && !bucket.top_k) return "it chooses by top_k; say so by Bucket::top_k";
+  if (needs.rehearsed && !bucket.rehearsed)
+    return "it chooses by rehearsed queries, which attend is to be given in each layer but the first; say so by "
+           "Bucket::rehearsed, which only C++ has, or leave the stage rehearsed out";
   if (needs.pages && !bucket.pages) return "it ranks pages; say so by Bucket::pages";
   return {};
 }
@@ -157,6 +162,7 @@ std::uint32_t prompt_queries(const PolicySpec& spec) noexcept {
   std::uint32_t queries = spec.bypass_threshold > 0.f ? 1 : 0;
   if (spec.uses(Source::history)) queries = spec.history.init_queries;
   if (spec.estimate == Estimate::channels) queries = std::max(queries, kLabelQueries);
+  if (spec.estimate == Estimate::skewed) queries = std::max(queries, kSkewQueries);
   if (spec.uses(Source::snapshot)) queries = std::max(queries, spec.snapshot.window);
   return queries;
 }
@@ -164,7 +170,7 @@ std::uint32_t prompt_queries(const PolicySpec& spec) noexcept {
 bool remembers(const PolicySpec& spec) noexcept {
   return spec.uses(Source::history) || spec.uses(Source::clusters) || spec.uses(Source::lsh) ||
          spec.uses(Source::snapshot) || spec.bypass_threshold > 0.f || spec.estimate == Estimate::channels ||
-         spec.estimate == Estimate::hadamard;
+         spec.estimate == Estimate::hadamard || spec.estimate == Estimate::skewed;
 }
 
 bool corrects_scores(const PolicySpec& spec) noexcept {
