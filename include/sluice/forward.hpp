@@ -23,6 +23,7 @@ struct Bucket {
   bool top_k = true;             ///< of these rows some choose a number of tokens
   bool unbounded = false;        ///< of these rows some choose a share of the mass, or attend everything
   bool pages = false;            ///< of these rows some rank pages by their digests
+  bool rehearsed = false;        ///< of these rows some choose by rehearsed queries, which `attend` is given
   bool audit = false;            ///< what these rows attend is written down, see ForwardVerbs::audit
   bool trace = false;            ///< when its stages run is written down, see ForwardVerbs::stamp
   /// These rows attend everything, see ForwardVerbs::attend_whole: what an engine says of buckets of short sequences
@@ -80,7 +81,7 @@ struct ForwardRow {
   std::uint32_t asks =
       0;  ///< not 0: the CPU is asked and chooses, in all layers but dense ones; `picks` and `mass` are 0 then
   ForwardClusters clusters{};  ///< with some of them, `mass` is a share by a curve, not by top-p
-  /// Not 0: each query head chooses `picks` of the tokens that its history proposes, in slot `proposed` - 1 of
+  /// Not 0: each query head chooses, by `picks` or `mass`, of what its history proposes, in slot `proposed` - 1 of
   /// ForwardMemory::proposals; `asks` is as ForwardVerbs::propose finds it in each layer.
   std::uint32_t proposed = 0;
 

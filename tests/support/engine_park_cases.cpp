@@ -25,6 +25,7 @@ TEST_CASE("a sequence that was parked and resumed attends the same, bit for bit"
                                  "adakv:budget=60",
                                  "vattention:heavy=16 | near=0,sinks=4,recent=16",
                                  "adamas:budget=30",
+                                 "infinigen:alpha=1 | dense=1",
                                  "twilight | near=0",
                                  "arkvale",
                                  "psa",
