@@ -151,9 +151,15 @@ inline constexpr std::uint32_t kComingBit = 0x4000'0000u;
 inline constexpr std::uint32_t kNearAgain = 8;
 /// Near rows that were not attended in as many forwards give way first; those not attended in kNearAgain, then.
 inline constexpr std::uint32_t kNearPatience = 32;
-/// Of as many forwards one brings rows of a layer near, neighbouring layers in turn: what is wanted now and then can
-/// wait.
+/// Of as many forwards, counted from a multiple of that on, one lists rows of a layer to come near, neighbouring layers
+/// in turn: what is wanted now and then can wait.
 inline constexpr std::uint32_t kNearTurn = 4;
+/// Whether it is this one. Which of four that is changes, so that sequences of every other forward have turns in all
+/// layers.
+[[nodiscard]] constexpr bool near_turn(std::uint32_t forward, std::uint32_t layer) noexcept {
+  const std::uint32_t mixed = (forward / kNearTurn * 0x9e37'79b1u) >> 30;
+  return ((forward ^ mixed) + layer) % kNearTurn == 0;
+}
 /// Near rows of a plane that are looked at each time for some that give way.
 inline constexpr std::uint32_t kNearLooks = 4096;
 /// Rows that a plane may bring near in one forward, at most.

@@ -17,6 +17,7 @@ void load_forward_attend_whole_kernels();
 void load_forward_await_kernel();
 void load_forward_apply_kernels();
 void load_forward_audit_kernels();
+void load_forward_fill_kernel();
 void load_forward_near_kernels();
 void load_forward_prefill_kernels();
 void load_forward_propose_kernels();
@@ -163,6 +164,7 @@ void load_forward_kernels() {
   detail::load_forward_await_kernel();
   detail::load_forward_apply_kernels();
   detail::load_forward_audit_kernels();
+  detail::load_forward_fill_kernel();
   detail::load_forward_near_kernels();
   detail::load_forward_prefill_kernels();
   detail::load_forward_propose_kernels();
