@@ -5,7 +5,7 @@
 namespace sluice::capi {
 namespace {
 
-static_assert(offsetof(sluice_stats, stalls) + sizeof(std::uint64_t) == sizeof(sluice_stats));
+static_assert(offsetof(sluice_stats, awaited) + sizeof(std::uint64_t) == sizeof(sluice_stats));
 static_assert(offsetof(sluice_memory, buffers) + sizeof(std::uint64_t) == sizeof(sluice_memory));
 static_assert(offsetof(sluice_sequence_memory, near_pages_shared) + sizeof(std::uint64_t) ==
               sizeof(sluice_sequence_memory));
@@ -33,7 +33,8 @@ sluice_stats from(const EngineStats& stats) noexcept {
           .matched_tokens = stats.matched_tokens,
           .evicted_blocks = stats.evicted_blocks,
           .missed = stats.missed,
-          .stalls = stats.stalls};
+          .stalls = stats.stalls,
+          .awaited = stats.awaited};
 }
 
 sluice_sequence_memory from(const SequenceMemoryUse& use) noexcept {

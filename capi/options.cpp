@@ -7,7 +7,7 @@ namespace {
 
 constexpr const char* kName = "sluice_engine_options";
 static_assert(SLUICE_DENSE_AUTO == sluice::kDenseAuto);
-static_assert(offsetof(sluice_engine_options, value_means) + sizeof(std::uint32_t) == sizeof(sluice_engine_options));
+static_assert(offsetof(sluice_engine_options, reserved) + sizeof(std::uint32_t) == sizeof(sluice_engine_options));
 static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16) &&
               SLUICE_FP8_E4M3 == static_cast<int>(DType::fp8_e4m3));
 
@@ -134,6 +134,7 @@ sluice_engine_options read_options(const sluice_engine_options* options) {
 }
 
 EngineOptions to_engine(const sluice_engine_options& options) {
+  if (options.reserved != 0) refuse("reserved", options.reserved, "0: begin with sluice_engine_options_init");
   const std::uint32_t page = options.page_tokens;
   if (page < 8 || page > 256 || (page & (page - 1)) != 0) refuse("page_tokens", page, "a power of two in [8, 256]");
   return {.shape = {.layers = options.layers,
@@ -156,6 +157,7 @@ EngineOptions to_engine(const sluice_engine_options& options) {
           .in_flight = options.in_flight,
           .sequences = options.sequences,
           .cpu_sequences = options.cpu_sequences,
+          .forecasts = switch_of(options.forecasts, "sluice_engine_options.forecasts"),
           .policy_bytes = options.policy_bytes,
           .prompt_queries = options.prompt_queries,
           .max_picks = options.max_picks,
@@ -233,6 +235,7 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.max_clusters = options.max_clusters;
   out.dense_tokens = options.dense_tokens;
   out.handover = static_cast<std::uint32_t>(options.handover);
+  out.forecasts = options.forecasts ? 1 : 0;
   return out;
 }
 

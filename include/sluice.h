@@ -210,17 +210,21 @@ typedef struct sluice_engine_options {
   /// largest_decode_rows sequences, up to where choosing pays. Not of policies that choose on the CPU or among clusters
   uint32_t dense_tokens;
   uint32_t handover;      ///< SLUICE_HANDOVER_AUTO; an engine's options say what that came to
-  /// A switch: means of the values of full pages are kept, for policies with rest=mean (0); of the host
-  /// device alone
+  /// A switch (0): what histories of cpu_sequences propose lies ready in pinned memory before a layer begins, so that a
+  /// GPU chooses of it (`history | int4 |` top_k; top_p in buckets with SLUICE_BUCKET_UNBOUNDED) while the CPU learns.
+  /// With SLUICE_HANDOVER_DEVICE; engines on SLUICE_DEVICE_CPU have it off
+  uint32_t forecasts;
+  /// A switch (0): means of the values of full pages are kept, for policies with rest=mean; of the host device alone
   uint32_t value_means;
+  uint32_t reserved;      ///< 0
 } sluice_engine_options;
 
 /// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options).
 SLUICE_API sluice_status sluice_engine_options_init(sluice_engine_options* options, size_t struct_size);
 /// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features,
 /// digests, value_means, max_picks, max_ranked, max_window, prompt_queries, cpu_sequences, cluster_sequences and
-/// max_clusters.
-/// Lowers nothing, so that it can be called for several policies; call it when page_tokens is set. `policy` as in
+/// max_clusters; and forecasts, if its history observes every fourth step or fewer. Lowers nothing, so that it can be
+/// called for several policies; call it when page_tokens is set. `policy` as in
 /// sluice_engine_begin.
 SLUICE_API sluice_status sluice_engine_options_make_room_for(sluice_engine_options* options, const char* policy,
                                                              uint32_t tokens);
@@ -519,6 +523,7 @@ typedef struct sluice_stats {
   // Since version 6:
   uint64_t missed;  ///< choices of query heads for which all scores were read once more
   uint64_t stalls;  ///< plans that waited until a policy had looked at a prompt
+  uint64_t awaited;  ///< layers whose choice waited for what histories propose, which is part of waited_ns
 } sluice_stats;
 
 /// Memory of an engine in bytes, all but `policies` and `prefixes` reserved when it is created;

@@ -76,11 +76,27 @@ struct PromptContext {
   KvReader* kv = nullptr;
 };
 
+/// All KV heads of a layer in one decode step, for a policy whose heads choose together.
+class LayerReader {
+ public:
+  virtual ~LayerReader() = default;
+  /// Not 0, and no other step's; one that is repeated has another.
+  [[nodiscard]] virtual std::uint64_t step() const noexcept = 0;
+  /// [group, head_dim]
+  [[nodiscard]] virtual const float* q(std::uint32_t kv_head) const noexcept = 0;
+  /// Likewise, as HeadContext::rehearsed; null: there are none.
+  [[nodiscard]] virtual const float* rehearsed(std::uint32_t kv_head) const noexcept = 0;
+  /// Valid until the next call.
+  [[nodiscard]] virtual KvReader& kv(std::uint32_t kv_head) = 0;
+};
+
 /// One KV head in one decode step, its query known.
 struct HeadContext {
   std::uint32_t kv_head = 0;
   std::uint32_t tokens = 0;  ///< n: visible tokens, the new one included (position n - 1)
   const float* q = nullptr;  ///< [group, head_dim]
+  /// Likewise, what the input of the layer before gives with this layer's query weights; null: nobody has said.
+  const float* rehearsed = nullptr;
   /// Queries of the next positions, whose tokens are there: rows that are going to attend what this one selects.
   /// [rows, group, head_dim]
   std::span<const float> behind = {};
@@ -91,6 +107,7 @@ struct HeadContext {
   std::span<const float> page_scores = {};
   const NearSet* near = nullptr;
   KvReader* kv = nullptr;
+  LayerReader* layer = nullptr;  ///< null: of a layer with one KV head
 };
 
 /// What a selection cost and found, for one KV head.

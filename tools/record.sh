@@ -78,7 +78,9 @@ sweep="$sweep;tactic:mass=0.5;tactic:mass=0.6;tactic:mass=0.7;tactic:mass=0.8;ta
 sweep="$sweep;pages:quest,budget=8192 | top_k=all | near=0%,sinks=4,recent=0 | dense=2 | page=16;twilight;twilight:mass=0.85"
 
 # Baselines that came later: against dense attention and the default in parts of their own.
-later=${RECORD_POLICIES:-full;sluice;double_sparsity;adamas;vattention;snapkv;adakv;pyramidkv}
+later='full;sluice;double_sparsity;adamas;vattention;snapkv;adakv;pyramidkv'
+[ "$device" = host ] && later="$later;infinigen"  # A model on a GPU rehearses no queries.
+later=${RECORD_POLICIES:-$later}
 
 # LFPS: thresholds of its tables, and of its bypass where heads have sinks.
 alphas='lfps:alpha=0.1;lfps:alpha=0.2;lfps:alpha=0.3;lfps:alpha=0.4'

@@ -202,6 +202,15 @@ void acquire_coming(const ForwardMemory& m, const Plane& plane, bool decoded, st
   }
 }
 
+/// Tokens that come and found no near row are not as they were listed, if they were: before the sequence was cut.
+void forget_coming(const ForwardMemory& m, const Plane& plane) {
+  for (const ForwardToken& token : std::span(m.tokens, m.slip->bucket.rows())) {
+    if (token.list == kNone) continue;
+    std::uint32_t& entry = plane.entry(m.row_of(token.list, token.position));
+    if ((entry & kNearBit) == 0) entry = 0;
+  }
+}
+
 /// All tokens of rows that are whole, but for the new one, see ForwardVerbs::apply.
 void keep_whole(const Kernels& kernels, const ForwardMemory& m, const Plane& plane) {
   const auto forward = static_cast<Forward>(m.slip->forward);
@@ -300,10 +309,10 @@ void acquire_rows(const Kernels& kernels, const ForwardMemory& m) {
     for_each_stack(m, p, [&](const ForwardMemory& stack) {
       acquire_coming(stack, plane, false, prompts - most, forward - kNearPatience, {kNearPatience});
     });
-    // Behind all tokens that come, which may have been listed by a forward that was taken back.
     for_each_stack(m, p, [&](const ForwardMemory& stack) {
       const Arriving arriving(stack, p);
       if (arriving.state().state != ForwardArrivals::State::listed) return;
+      forget_coming(stack, plane);
       place(plane, arriving, forward);
       arriving.for_each([&](std::uint32_t row) {
         plane.load(kernels, row);
@@ -316,7 +325,7 @@ void acquire_rows(const Kernels& kernels, const ForwardMemory& m) {
 
 void promote(const ForwardMemory& m, std::uint32_t layer) {
   const auto forward = static_cast<Forward>(m.state->forward);
-  if (!runs(m) || (forward + layer) % kNearTurn != 0) return;
+  if (!runs(m) || !near_turn(forward, layer)) return;
   for (std::uint32_t head = 0; head < m.shape.kv_heads; ++head) {
     const Plane plane(m, m.plane(layer, head));
     const Arriving wanted(m, m.plane(layer, head));

@@ -23,18 +23,29 @@ void add_to_near(const ForwardMemory& m, std::uint64_t h, bool any, const float*
 
 }  // namespace
 
+namespace {
+
+/// Those of a row that chooses, to where it asks from: [q_heads, head_dim], of teams with their drafts'.
+void widen_queries(const Kernels& kernels, const ForwardMemory& m, const TensorView& from, const ForwardRow& row,
+                   float* to) {
+  for (std::uint32_t h = 0; h < m.shape.q_heads; ++h) {
+    const auto [draft, head] = m.asker(h);
+    // Drafts that are not there ask what the newest asks, and so choose nothing of their own.
+    const std::uint32_t at = row.at + std::min(draft, std::max(row.drafts, 1u) - 1);
+    kernels_for(kernels, from.dtype).widen(from.row(at, head), to + h * m.shape.head_dim, m.shape.head_dim);
+  }
+}
+
+}  // namespace
+
 void append_queries(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer) {
   const std::uint64_t floats = std::uint64_t{m.shape.q_heads} * m.shape.head_dim;
   for (std::uint32_t r = 0; r < m.bucket.decode_rows; ++r) {
     if (m.rows[r].list == kNone) continue;
     float* const q = m.q + r * floats;
-    for (std::uint32_t h = 0; h < m.shape.q_heads; ++h) {
-      const auto [draft, head] = m.asker(h);
-      // Drafts that are not there ask what the newest asks, and so choose nothing of their own.
-      const std::uint32_t at = m.rows[r].at + std::min(draft, std::max(m.rows[r].drafts, 1u) - 1);
-      kernels_for(kernels, layer.q.dtype).widen(layer.q.row(at, head), q + h * m.shape.head_dim, m.shape.head_dim);
-    }
+    widen_queries(kernels, m, layer.q, m.rows[r], q);
     std::copy_n(q, floats, m.far_q + r * floats);
+    if (layer.rehearsed.tokens != 0) widen_queries(kernels, m, layer.rehearsed, m.rows[r], m.rehearsed_q + r * floats);
   }
 }
 

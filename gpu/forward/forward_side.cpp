@@ -21,8 +21,12 @@ ForwardSide::~ForwardSide() {
   constexpr std::chrono::seconds kMoment{1};
   constexpr std::chrono::microseconds kNap{50};
   const Deadline deadline = deadline_after(kMoment);
+  // A capture elsewhere is none of its business.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
   while (cudaStreamQuery(stream_.get()) == cudaErrorNotReady && RunClock::now() < deadline)
     std::this_thread::sleep_for(kNap);
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
   (void)cudaGetLastError();
 }
 

@@ -70,6 +70,7 @@ void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
 void ForwardVerbs::append(const ForwardMemory& memory, const ForwardLayer& layer) {
   const CurrentDevice current(ordinal_);
   launch_forward_append(memory, layer.out.tokens == 0 ? ForwardScratch{} : choice_of(memory), layer);
+  if (layer.rehearsed.tokens != 0) launch_forward_rehearsed(memory.teams(), layer);
   if (layer.out.tokens == 0 || memory.bucket.drafts == 1) return;
   const ForwardMemory teams = memory.teams();
   launch_forward_teams(teams, choice_of(teams), layer);

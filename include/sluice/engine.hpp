@@ -222,9 +222,12 @@ class Engine {
   /// head_dim], out as q, all of bucket.rows() rows, in device memory; they are touched on `stream` only. `lse` [rows,
   /// q_heads] may be null. Layers in order. Rows of padding get 0. While `stream` is captured nothing runs; a replay is
   /// the forward that was planned last, and one without a plan of its own gets NaN and changes nothing. After
-  /// Error{Errc::device} the forward can only be cancelled.
+  /// Error{Errc::device} the forward can only be cancelled. `rehearsed`, as q: what the attention input of the layer
+  /// before, as that layer normalised it, gives with this layer's query weights, after RoPE. Wanted in all layers but
+  /// the first of buckets with Bucket::rehearsed, for policies that choose by it, and ignored otherwise.
+  /// @throws Error{Errc::invalid_argument} naming the tensor that does not fit, or is missing
   void attend(const Bucket& bucket, LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
-              const MutableTensorView& out, void* stream, float* lse = nullptr);
+              const MutableTensorView& out, void* stream, float* lse = nullptr, const TensorView& rehearsed = {});
   /// Waits until the forward has run; then its sequences have their new tokens. One that is audited is held against
   /// exact attention before it returns, by the threads that look at prompts; if that takes longer than `timeout`, that
   /// is an Error{Errc::timeout}, too.

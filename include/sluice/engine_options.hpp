@@ -83,7 +83,7 @@ struct EngineOptions {
   /// Of them, those whose policies choose on the CPU: each has room for the queries of its prompt's newest tokens.
   std::uint32_t cpu_sequences = 0;
   /// What histories of cpu_sequences propose lies ready for the device before a layer begins, where that can estimate
-  /// and choose (`history | int4 | top_k=...`): it then chooses of that by itself, and the CPU learns beside. Takes
+  /// and choose (`history | int4`, top_k; top_p in unbounded buckets): then it does, and the CPU learns beside. Takes
   /// pinned memory of each of these sequences, a bit for each token, layer and query head. With Handover::device, and
   /// a device given: without one the cores that would estimate all keys had better read the few that are proposed.
   bool forecasts = false;

@@ -23,6 +23,7 @@ struct Bucket {
   bool top_k = true;             ///< of these rows some choose a number of tokens
   bool unbounded = false;        ///< of these rows some choose a share of the mass, or attend everything
   bool pages = false;            ///< of these rows some rank pages by their digests
+  bool rehearsed = false;        ///< of these rows some choose by rehearsed queries, which `attend` is given
   bool audit = false;            ///< what these rows attend is written down, see ForwardVerbs::audit
   bool trace = false;            ///< when its stages run is written down, see ForwardVerbs::stamp
   /// These rows attend everything, see ForwardVerbs::attend_whole: what an engine says of buckets of short sequences
@@ -83,7 +84,7 @@ struct ForwardRow {
   std::uint32_t asks =
       0;  ///< not 0: the CPU is asked and chooses, in all layers but dense ones; `picks` and `mass` are 0 then
   ForwardClusters clusters{};  ///< with some of them, `mass` is a share by a curve, not by top-p
-  /// Not 0: each query head chooses `picks` of the tokens that its history proposes, in slot `proposed` - 1 of
+  /// Not 0: each query head chooses, by `picks` or `mass`, of what its history proposes, in slot `proposed` - 1 of
   /// ForwardMemory::proposals; `asks` is as ForwardVerbs::propose finds it in each layer.
   std::uint32_t proposed = 0;
   /// Not 0: what no query head of a group has chosen is to it one token more: as heavy as its estimates say, the value
@@ -161,9 +162,15 @@ inline constexpr std::uint32_t kComingBit = 0x4000'0000u;
 inline constexpr std::uint32_t kNearAgain = 8;
 /// Near rows that were not attended in as many forwards give way first; those not attended in kNearAgain, then.
 inline constexpr std::uint32_t kNearPatience = 32;
-/// Of as many forwards one brings rows of a layer near, neighbouring layers in turn: what is wanted now and then can
-/// wait.
+/// Of as many forwards, counted from a multiple of that on, one lists rows of a layer to come near, neighbouring layers
+/// in turn: what is wanted now and then can wait.
 inline constexpr std::uint32_t kNearTurn = 4;
+/// Whether it is this one. Which of four that is changes, so that sequences of every other forward have turns in all
+/// layers.
+[[nodiscard]] constexpr bool near_turn(std::uint32_t forward, std::uint32_t layer) noexcept {
+  const std::uint32_t mixed = (forward / kNearTurn * 0x9e37'79b1u) >> 30;
+  return ((forward ^ mixed) + layer) % kNearTurn == 0;
+}
 /// Near rows of a plane that are looked at each time for some that give way.
 inline constexpr std::uint32_t kNearLooks = 4096;
 /// Rows that a plane may bring near in one forward, at most.

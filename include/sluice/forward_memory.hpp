@@ -131,6 +131,7 @@ struct ForwardMemory {
   /// [kMostForwards, layers, prefills, q_heads] if chunks may choose; of forward f at f % kMostForwards.
   PrefillChoice* choices = nullptr;
   float* far_q = nullptr;               ///< [decode_rows, q_heads, head_dim]
+  float* rehearsed_q = nullptr;         ///< likewise, of ForwardLayer::rehearsed, if the largest bucket has such rows
   float* far_page_scores = nullptr;     ///< as page_scores, of rows that ask; if there are any sequences of the CPU
   std::uint32_t* far_ranked = nullptr;  ///< as ranked, likewise
   std::uint32_t* far_rows = nullptr;    ///< [decode_rows, kv_heads, list_room] block * page_tokens + row of the page

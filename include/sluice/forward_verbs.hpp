@@ -16,6 +16,7 @@ struct ForwardLayer {
   TensorView q;  ///< of the newest tokens alone, if there are fewer rows than in k
   TensorView k;
   TensorView v;
+  TensorView rehearsed{};  ///< as q, of buckets with rehearsed queries, in layers but the first; else no rows
   MutableTensorView out;   ///< without rows where tokens are only brought in
   float* lse = nullptr;    ///< [rows, q_heads] natural log of the sum of exponentials; may be null
   void* stream = nullptr;  ///< the caller's: a cudaStream_t; a Stream* of a host device, or null: now
@@ -67,9 +68,9 @@ class ForwardVerbs {
   /// Begins the forward that was planned last, unless it has begun before.
   virtual void begin(const ForwardMemory& memory, void* stream) = 0;
   /// New keys and values go to their far page, its 4-bit copy, and its near page if there is one; queries of rows that
-  /// choose to both sides, and those of tokens with a tail there. Pages that become full get their digest and
-  /// the mean of their values. Outputs, if
-  /// there are any, of padding become 0, and all of them NaN if the forward does not run.
+  /// choose to both sides, rehearsed ones to the host, and those of tokens with a tail there. Pages that become full
+  /// get their digest and the mean of their values. Outputs, if there are any, of padding become 0, and all of them NaN
+  /// if the forward does not run.
   virtual void append(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Causal attention of the chunks' rows to all tokens up to their own; or to those in the blocks that FlexPrefill
   /// chooses for them, as SelectBlocksTask has it, where they are sparse.

@@ -27,6 +27,7 @@ enum class Estimate : std::uint8_t {
   int4,      ///< q.k of a 4-bit copy of it (Twilight, arXiv 2502.02770 section 4.2)
   channels,  ///< q.k over a few channels of it; with top_k (Double Sparsity, arXiv 2408.07092)
   hadamard,  ///< by 2 bits of each channel of its Hadamard transform; with top_k (Adamas, arXiv 2510.18413)
+  skewed,    ///< q.k over a few channels of both, turned so that few say most; with within (InfiniGen, OSDI 2024)
 };
 
 /// How many candidates are enough? Per query head; what a head keeps, its group attends.
@@ -37,6 +38,8 @@ enum class BudgetKind : std::uint8_t {
   progressive,  ///< whole pages by rank until the share attended passes `mass`; needs `pages` alone (PSA, arXiv 2503.00392)
   sampled,      ///< every candidate, corrected for the chance that it became one; needs `lsh` alone (MagicPIG)
   verified,     ///< the best, and a sample of the others that bounds the error; needs `exact` alone (vAttention)
+  within,       ///< as many as lie within `alpha` of a head's best, averaged over a layer's heads; needs `exact` alone,
+                ///< and `skewed` (InfiniGen)
 };
 
 /// A score that decays more slowly gains less in a step than its 16 bits tell apart, see HistoryOptions.
@@ -126,8 +129,8 @@ struct SnapshotOptions {
 /// How many candidates each query head keeps.
 struct BudgetOptions {
   BudgetKind kind = BudgetKind::top_k;
-  std::uint32_t min_tokens = 64;  ///< top_k, verified: [1, 2^31)
-  float share = 0.02f;            ///< top_k, verified: of the n visible tokens; 1 keeps every candidate. [0, 1]
+  std::uint32_t min_tokens = 64;  ///< top_k, verified, within: [1, 2^31)
+  float share = 0.02f;            ///< top_k, verified, within: of the n visible tokens; 1 keeps every candidate. [0, 1]
   float mass = 0.95f;             ///< top_p, fitted, progressive: share of the softmax mass. (0, 1]
   std::uint32_t microbatch = 4;   ///< progressive: pages per iteration. [1, 1024]
   ProgressRule rule = ProgressRule::least;  ///< progressive
@@ -136,12 +139,16 @@ struct BudgetOptions {
   float error = 0.1f;    ///< (0, 1)
   float delta = 0.1f;    ///< (0, 0.5]
   float sample = 0.02f;  ///< of the tokens that are not kept anyway, at least: by these the others are judged. (0, 1]
+  /// within: each query head keeps its best tokens, as many as score less than this below a head's best, averaged over
+  /// all heads of the layer; one at least, and min_tokens or `share` at most. 4: those that weigh more than 1.8% of the
+  /// best. (0, 1000]
+  float alpha = 4.f;
   friend bool operator==(const BudgetOptions&, const BudgetOptions&) = default;
 };
 
 /// What stands for the tokens that are not attended? Beside what is attended a virtual token, whose weight is what their
 /// scores by 4-bit copies say that they weigh together (SparQ attention, arXiv 2312.04985, section 4).
-enum class Rest : std::uint8_t {
+enum class RestKind : std::uint8_t {
   none,  ///< nothing: what is attended has all the weight
   mean,  ///< the mean of the sequence's values: of its full pages, of 256 of them if there are more
 };
@@ -179,9 +186,13 @@ struct PolicySpec {
   SnapshotOptions snapshot;   ///< read if sources has `snapshot`
   Estimate estimate = Estimate::exact;
   std::uint32_t label_channels = 16;  ///< read if the estimate is `channels`; all there are, if fewer. [1, 256]
+  float skewed_share = 0.2f;          ///< read if the estimate is `skewed`: of a key's channels, one at least. (0, 1]
+  /// Tokens are chosen by the query that the attention input of the layer before gives with this layer's weights, which
+  /// is known before the layer begins; attention itself is with the layer's own query. With `within`.
+  bool rehearsed = false;
   BudgetOptions budget;       ///< read unless sources is 0 or has `all`
   FarOptions far;             ///< likewise
-  Rest rest = Rest::none;     ///< `mean` with `exact` alone, the estimate `int4`, and top_k or top_p
+  RestKind rest = RestKind::none;     ///< `mean` with `exact` alone, the estimate `int4`, and top_k or top_p
   NearOptions near;
   /// Heads whose sink mass exceeds this skip attending (LFPS section 4.3). 0: never. (0, 1]
   float bypass_threshold = 0.f;
@@ -205,9 +216,10 @@ struct PolicySpec {
 ///
 ///   policy  = (preset [":" options] | source {"+" source}) {"|" stage}
 ///   source  = ("all" | "exact" | "history" | "pages" | "clusters" | "lsh" | "snapshot" | "none") [":" options]
-///   stage   = "int4" | "channels=" CHANNELS | "hadamard" | "top_k=" COUNT | "top_p=" SHARE | "fitted=" SHARE
-///           | "progressive=" SHARE ["," options] | "sampled" | "verified=" SHARE ["," options]
-///           | "far=" COUNT | "rest=" ("none" | "mean") | "bypass=" ("off" | ["sink:"] SHARE) ["," options]
+///   stage   = "int4" | "channels=" CHANNELS | "hadamard" | "skewed=" SHARE | "rehearsed" | "top_k=" COUNT
+///           | "top_p=" SHARE | "fitted=" SHARE | "progressive=" SHARE ["," options] | "sampled"
+///           | "verified=" SHARE ["," options] | "within=" LOGITS ["," options] | "far=" COUNT
+///           | "rest=" ("none" | "mean") | "bypass=" ("off" | ["sink:"] SHARE) ["," options]
 ///           | "near=" SHARE ["," options] | "dense=" LAYERS ["," options] | "page=" TOKENS
 ///   options = key "=" value {"," key "=" value}
 ///

@@ -99,7 +99,9 @@ class EngineOptions(Sized):
         ("max_clusters", c_uint32),
         ("dense_tokens", c_uint32),
         ("handover", c_uint32),
+        ("forecasts", c_uint32),
         ("value_means", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 
@@ -160,7 +162,8 @@ class Stats(Sized):
         (name, c_uint64)
         for name in ("asked", "unplanned", "near_tokens", "far_tokens", "fetched_tokens", "promoted", "scored",
                      "estimated", "ranked_pages", "waited_ns", "answer_ns", "sparse_chunks", "dense_chunks",
-                     "kept_blocks", "causal_blocks", "matched_tokens", "evicted_blocks", "missed", "stalls")
+                     "kept_blocks", "causal_blocks", "matched_tokens", "evicted_blocks", "missed", "stalls",
+                     "awaited")
     ]
 
 

@@ -31,6 +31,7 @@ class Stats:
     evicted_blocks: int  #: kept for prompts to come, until something else needed them
     missed: int  #: choices of query heads for which all scores were read once more
     stalls: int  #: plans that waited until a policy had looked at a prompt
+    awaited: int  #: layers whose choice waited for what histories propose, which is part of waited_ns
 
 
 @dataclass(frozen=True)

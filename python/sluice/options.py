@@ -89,7 +89,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 #: `EngineOptions.dense_tokens`: as many as near_bytes have room for, up to where choosing pays
 DENSE_AUTO = 0xFFFF_FFFF
 _APART = ("device", "largest", "cores", "windows")  # not a number each
-_SWITCHES = ("value_means", "prefix_decoded", "prefill_lines", "pin_threads")
+_SWITCHES = ("value_means", "prefix_decoded", "prefill_lines", "pin_threads", "forecasts")
 
 
 @dataclass(kw_only=True)
@@ -117,6 +117,7 @@ class EngineOptions:
     in_flight: int | None = None  #: forwards that are planned and not finished
     sequences: int | None = None  #: that live at once
     cpu_sequences: int | None = None  #: of them, those whose policies choose on the CPU
+    forecasts: bool | None = None  #: what their histories propose lies ready for a GPU, which chooses of it
     policy_bytes: int | None = None  #: most that these policies may keep on the heap; 0: no bound
     prompt_queries: int | None = None  #: of a prompt's newest tokens, for these policies
     max_picks: int | None = None  #: tokens that a query head may choose on the device

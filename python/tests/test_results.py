@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -147,6 +148,17 @@ def test_audit_watch_and_figures(make: Make) -> None:
     assert use.near_pages == memory.near_pages_used and use.near_pages_shared == 0
 
 
+def test_forecasts_are_a_gpus_and_make_room_for_says_where_they_pay() -> None:
+    options = sluice.EngineOptions(layers=1, q_heads=4, kv_heads=1, head_dim=64, host_bytes=1 << 20)
+    for every, pays in ((3, False), (4, True)):
+        options.make_room_for(f"history:observe_every={every} | int4 | top_k=9 | near=0,recent=16", 64)
+        assert options.forecasts is pays
+    with sluice.Engine(options) as engine:
+        assert engine.options.forecasts is False and engine.stats().awaited == 0
+    with pytest.raises(sluice.InvalidArgument, match="forecasts is 2; it must be 0 or 1"):
+        sluice.Engine(dataclasses.replace(options, forecasts=2))  # type: ignore[arg-type]
+
+
 def test_options_are_what_was_made() -> None:
     options = sluice.EngineOptions(layers=1, q_heads=4, kv_heads=1, head_dim=64, host_bytes=1 << 20, cores=[0],
                                    prefill_gamma=0.5, kv_dtype="f16", pin_threads=False, scale=0.25, softcap=30.0,
@@ -156,5 +168,5 @@ def test_options_are_what_was_made() -> None:
     assert (made.kv_dtype, made.cores, made.prefill_gamma, made.device) == ("f16", [0], 0.5, "cpu")
     assert (made.scale, made.softcap, made.windows) == (0.25, 30.0, [24])
     assert (made.placement, made.fetch_share, made.handover) == ("hybrid", 0.375, "stream")
-    assert made.pin_threads is False and made.timeout_ms == 30_000
+    assert made.pin_threads is False and made.timeout_ms == 30_000 and made.forecasts is False
     assert made.largest is not None and made.largest.features == sluice.Features.TOP_K

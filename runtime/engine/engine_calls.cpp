@@ -68,7 +68,7 @@ void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView&
   if (++next_layer < shape.layers) return;
   verbs.end(m, stream);
   const bool done = await_end(importing) == ForwardStatus::done;
-  std::optional<runtime::FarChoice::Rest> rest;
+  std::optional<runtime::Rest> rest;
   if (!done) rest.emplace(await_idle());
   const runtime::Program program = retire(importing, done);
   if (done) return look_ahead(program);
@@ -103,7 +103,8 @@ Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, v
 }
 
 void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& q, const TensorView& k,
-                          const TensorView& v, const MutableTensorView& out, void* stream, float* lse) {
+                          const TensorView& v, const MutableTensorView& out, void* stream, float* lse,
+                          const TensorView& rehearsed) {
   const Bucket bucket = resolved(asked, "attend");
   const AttentionShape& shape = options.shape;
   require_tensor(q, "q", bucket.rows(), shape.q_heads, shape.head_dim);
@@ -117,12 +118,14 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
   if (layer.value >= shape.layers || (layer.value != 0 && layer.value != next_layer))
     throw Error(Errc::invalid_argument,
                 "attend: layer " + text(layer.value) + " is not the next; layers come in order");
+  require_rehearsed(bucket, layer, rehearsed);
   require_capturable(bucket, stream);
   const ForwardMemory m = memory.of(bucket).in(layer.value);
   const ForwardLayer call{.layer = layer.value,
                           .q = q,
                           .k = k,
                           .v = v,
+                          .rehearsed = bucket.rehearsed && layer.value != 0 ? rehearsed : TensorView{},
                           .out = out,
                           .lse = lse == nullptr && bucket.audit ? m.audit_sums : lse,
                           .stream = stream};
@@ -142,6 +145,16 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
   }
   if (layer.value + 1 == shape.layers) verbs.end(m, stream);
   next_layer = layer.value + 1;
+}
+
+void Engine::Impl::require_rehearsed(const Bucket& bucket, LayerId layer, const TensorView& rehearsed) const {
+  if (!bucket.rehearsed || layer.value == 0) return;
+  if (rehearsed.tokens == 0)
+    throw Error(Errc::invalid_argument, "attend: the bucket has rehearsed queries, and layer " + text(layer.value) +
+                                            " comes without; give it what the attention input of the layer before "
+                                            "gives with this layer's query weights, or plan without "
+                                            "Bucket::rehearsed");
+  require_tensor(rehearsed, "rehearsed", bucket.rows(), options.shape.q_heads, options.shape.head_dim);
 }
 
 void Engine::Impl::require_capturable(const Bucket& bucket, void* stream) const {
@@ -193,7 +206,7 @@ void Engine::Impl::finish(const Batch& batch) {
   // While it can still be finished again, or cancelled.
   if (const auto audit = programs.find(batch.forward)->audit; audit && status == ForwardStatus::done) compare(audit);
   // Late answers write where the next forward's will.
-  std::optional<runtime::FarChoice::Rest> rest;
+  std::optional<runtime::Rest> rest;
   if (status != ForwardStatus::done) rest.emplace(await_idle());
   const runtime::Program program = retire(batch.forward, status == ForwardStatus::done);
   if (status == ForwardStatus::done) return look_ahead(program);

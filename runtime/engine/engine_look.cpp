@@ -67,7 +67,7 @@ void Engine::Impl::begin_policies(std::span<const Wanted> wanted) {
   for (const auto& [sequence, item] : behind) {
     await_prompt(item.sequence);
     if (sequence->policy) {
-      const auto rest = choice.rest(options.timeout);
+      const auto rest = runtime::SequencePolicy::rest(sequence->policy, options.timeout);
       drop_policy(*sequence);
     }
     if (!sequence->look.job || !sequence->look.job->idle()) runtime::count(counted.stalls);

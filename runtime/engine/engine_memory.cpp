@@ -84,6 +84,7 @@ std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint64_t list
   take(parts, shared.mailbox, 1);
   if (shared.near_pages != 0) take(parts, shared.near_seen, shared.blocks);
   take(parts, shared.far_q, heads(shared) * shared.shape.head_dim);
+  if (shared.largest.rehearsed) take(parts, shared.rehearsed_q, heads(shared) * shared.shape.head_dim);
   if (shared.largest.pages && shared.tail_rows != 0) {
     take(parts, shared.far_page_scores, heads(shared) * shared.max_pages);
     take(parts, shared.far_ranked, heads(shared) * shared.max_ranked);

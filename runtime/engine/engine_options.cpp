@@ -126,11 +126,12 @@ void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& op
                 "the policy ranks pages by another kind of digest than EngineOptions::digests has for the "
                 "policies before it; give it an engine of its own");
   if (needs.bucket.pages) options.digests = policy.pages.digest;
-  options.value_means |= policy.rest == Rest::mean;
+  options.value_means |= policy.rest == RestKind::mean;
   Bucket& bucket = options.largest;
   bucket.top_k |= needs.bucket.top_k;
   bucket.unbounded |= needs.bucket.unbounded;
   bucket.pages |= needs.bucket.pages;
+  bucket.rehearsed |= needs.bucket.rehearsed;
   options.max_window = std::max(options.max_window, needs.window);
   options.max_picks = std::max(options.max_picks, needs.picks);
   options.max_ranked = std::max(options.max_ranked, needs.ranked);
@@ -145,6 +146,7 @@ void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& op
   // of 128K.
   constexpr std::uint32_t kWorthForecasts = 4;
   options.forecasts |= scheduler::forecasts(policy) && policy.history.observe_every >= kWorthForecasts;
+  bucket.unbounded |= options.forecasts && scheduler::forecasts(policy) && policy.budget.kind == BudgetKind::top_p;
   if (scheduler::chooser(policy) == scheduler::Chooser::cpu)
     options.cpu_sequences = std::max(options.cpu_sequences, 1u);
   require_served(policy, options);

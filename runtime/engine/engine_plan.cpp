@@ -39,7 +39,7 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   Bucket resolved = bucket;
   if (resolved.max_tokens == 0) resolved.max_tokens = largest.max_tokens;
   if (resolved.decode_rows == 0) {  // Nothing to choose.
-    resolved.top_k = resolved.unbounded = resolved.pages = resolved.audit = false;
+    resolved.top_k = resolved.unbounded = resolved.pages = resolved.rehearsed = resolved.audit = false;
     resolved.drafts = 1;
   }
   const auto in = [&](const char* field, std::uint32_t value, std::uint32_t most) {
@@ -56,12 +56,13 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   in("top_k", resolved.top_k, largest.top_k);
   in("unbounded", resolved.unbounded, largest.unbounded);
   in("pages", resolved.pages, largest.pages);
+  in("rehearsed", resolved.rehearsed, largest.rehearsed);
   in("audit", resolved.audit, largest.audit);
   in("trace", resolved.trace, largest.trace);
   // All of its rows attend everything, unless some may not.
   const bool dense = resolved.decode_rows != 0 && resolved.max_tokens <= options.dense_tokens &&
                      options.cpu_sequences == 0 && options.cluster_sequences == 0;
-  if (dense) resolved.top_k = resolved.unbounded = resolved.pages = false;
+  if (dense) resolved.top_k = resolved.unbounded = resolved.pages = resolved.rehearsed = false;
   // Where not all of them may be near the CPU attends in place, unless it is the device that does; and far rows are
   // counted in 31 bits, values among them.
   const std::uint64_t page = options.page_tokens;
@@ -139,7 +140,7 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
       throw Error(Errc::unsupported, name +
                                          "'s policy attends a sample that stands for what one query would attend, "
                                          "which no bucket with drafts serves; plan one token at a time");
-    if (sequence.spec.rest != Rest::none && !item.prefill && bucket.drafts > 1)
+    if (sequence.spec.rest != RestKind::none && !item.prefill && bucket.drafts > 1)
       throw Error(Errc::unsupported, name +
                                          "'s policy weighs what one query leaves, which no bucket with drafts serves; "
                                          "plan one token at a time, or begin it with rest=none");
@@ -174,7 +175,8 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
       if (m.proposes() && sequence->tail.slot != kNone) {
         ForwardRow ahead = *row;
         scheduler::choose_proposed(sequence->spec, sequence->tail.slot, runtime::limits_of(options).shape, ahead);
-        if (ahead.picks <= m.max_picks) *row = ahead;  // Else the CPU chooses, as it always can.
+        // Else the CPU chooses, as it always can.
+        if (ahead.picks <= m.max_picks && (ahead.mass == 0.f || m.bucket.unbounded)) *row = ahead;
       }
       count_reads(*sequence, *row);
       row->list = list;

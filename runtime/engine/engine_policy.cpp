@@ -23,7 +23,7 @@ bool Engine::Impl::learns_on(const Sequence& sequence, std::uint32_t tokens) con
 void Engine::Impl::take_back_choices(Sequence& sequence, std::uint32_t tokens) {
   if (tokens == sequence.tokens || !sequence.policy) return;
   if (learns_on(sequence, tokens)) return end_policy_at(sequence, tokens);
-  const auto rest = choice.rest(options.timeout);
+  const auto rest = runtime::SequencePolicy::rest(sequence.policy, options.timeout);
   sequence.policy->learn_all(good);  // How far it goes back must not depend on whether a thread has had time.
   shorten_policy(sequence, tokens);
   sequence.policy_chose = std::min(sequence.policy_chose, tokens);
@@ -47,14 +47,14 @@ void Engine::Impl::learn_before_sharing(const Sequence& parent, std::uint32_t to
   const std::uint32_t page = options.page_tokens;
   const bool open = tokens % page != 0 && tokens / page == parent.tokens / page;
   if (!parent.policy || !open) return;
-  const auto rest = choice.rest(options.timeout);
+  const auto rest = runtime::SequencePolicy::rest(parent.policy, options.timeout);
   parent.policy->learn_all(good);
 }
 
 std::shared_ptr<runtime::SequencePolicy> Engine::Impl::policy_of(const Sequence& parent, std::uint32_t tokens) {
   if (!parent.policy || !scheduler::remembers(parent.spec)) return nullptr;
   if (tokens < parent.policy_tokens || tokens > parent.policy_end) return nullptr;
-  const auto rest = choice.rest(options.timeout);
+  const auto rest = runtime::SequencePolicy::rest(parent.policy, options.timeout);
   parent.policy->learn_all(good);
   if (!parent.policy->can_truncate(tokens)) return nullptr;
   std::shared_ptr<runtime::SequencePolicy> policy = parent.policy->clone();

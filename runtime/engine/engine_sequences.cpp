@@ -137,7 +137,7 @@ void Engine::Impl::end(SequenceId id) {
   Sequence& sequence = resting(id, "end");
   drop_look(sequence);
   if (sequence.policy) {
-    const auto rest = choice.rest(options.timeout);
+    const auto rest = runtime::SequencePolicy::rest(sequence.policy, options.timeout);
     drop_policy(sequence);
   }
   remove(id);

@@ -113,7 +113,7 @@ void Engine::Impl::require_noted() {
   }
 }
 
-runtime::FarChoice::Rest Engine::Impl::await_idle() {
+runtime::Rest Engine::Impl::await_idle() {
   await([&] { return far.idle(); }, options.timeout, Patience::naps,
         "a thread that attends the far part has not come back; repeat the call when it may have, or destroy the engine",
         [] {});

@@ -58,7 +58,9 @@ struct Engine::Impl : cpu::Kept {
                      const TensorView& q);
   [[nodiscard]] Batch plan(std::span<const PlanItem> items, const Bucket& asked, void* stream);
   void attend(const Bucket& asked, LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
-              const MutableTensorView& out, void* stream, float* lse);
+              const MutableTensorView& out, void* stream, float* lse, const TensorView& rehearsed);
+  /// What a bucket with rehearsed queries wants of a layer is there, and fits.
+  void require_rehearsed(const Bucket& bucket, LayerId layer, const TensorView& rehearsed) const;
   void enqueue(Stage stage, const ForwardMemory& memory, const ForwardLayer& layer);
   /// What stands between `split` and what wants the answer, before each stage that comes behind it: who waits where
   /// kernels do not.
@@ -296,7 +298,7 @@ struct Engine::Impl : cpu::Kept {
   /// or until that is late, which the layer then finds out. For the calling thread.
   void await_answer(std::uint64_t signalled, void* stream);
   /// No thread works for a forward that failed, and none does as long as the result lives.
-  [[nodiscard]] runtime::FarChoice::Rest await_idle();
+  [[nodiscard]] runtime::Rest await_idle();
   /// Its sequences have what it planned for them, if it got to its end, or never will: then while no thread learns.
   runtime::Program retire(std::uint64_t forward, bool done);
   /// Takes back this forward and all behind it.

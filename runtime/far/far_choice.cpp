@@ -4,13 +4,10 @@
 #include <functional>
 #include <limits>
 #include <numeric>
-#include <thread>
 
 #include "cpu/backend/verbs.hpp"
-#include "cpu/threads/spin.hpp"
 #include "sluice/error.hpp"
 #include "sluice/partial.hpp"
-#include "sluice/run_clock.hpp"
 
 namespace sluice::runtime {
 
@@ -21,18 +18,6 @@ std::uint32_t team_members(std::uint32_t members, std::uint32_t own, std::uint32
   std::uint32_t others = 0;
   for (std::uint32_t first = own; first < group; first += own) others |= (~0u >> (32 - own) & ~bypassed) << first;
   return members | others;
-}
-
-/// By the clock of a process that runs.
-template <class Ready>
-bool comes(const Ready& ready, std::chrono::milliseconds timeout) {
-  constexpr std::chrono::microseconds kNap{50};
-  const Deadline deadline = deadline_after(timeout);
-  while (!cpu::spin_until(ready)) {
-    if (RunClock::now() >= deadline) return false;
-    std::this_thread::sleep_for(kNap);
-  }
-  return true;
 }
 
 }  // namespace
@@ -127,16 +112,6 @@ std::vector<std::shared_ptr<SequencePolicy>> FarChoice::policies() noexcept {
   }
 }
 
-FarChoice::Rest FarChoice::rest(std::chrono::milliseconds timeout) {
-  resting_.store(true);
-  Rest rest(*this);
-  if (!comes([&] { return learning_.load() == 0; }, timeout))
-    throw Error(Errc::timeout, "a thread in which a policy learns from an earlier token has not come back within " +
-                                   std::to_string(timeout.count()) +
-                                   " ms; repeat the call when it may have, or destroy the engine");
-  return rest;
-}
-
 FarChoice::Place FarChoice::place_of(std::uint64_t forward, std::uint32_t layer, std::uint32_t item) const noexcept {
   for (const ChoosingRow& row : rows_[forward % kMostForwards].rows) {
     if (!asks(row, layer)) continue;
@@ -183,7 +158,7 @@ std::uint32_t FarChoice::choose(const FarQuestion& question, std::uint32_t item)
 
 void FarChoice::choose_for(const FarQuestion& question, const Place& place, ChosenList& chosen) {
   const ForwardMemory m = memory_.teams(question.drafts);
-  const std::uint64_t first = std::uint64_t{list_of(place)} * m.shape.group();
+  const std::uint64_t first = std::uint64_t{place.row->index} * m.shape.q_heads * m.shape.head_dim;
   scheduler::SelectCounters counters;
   chosen.selected.clear();
   chosen.bypass.heads = 0;
@@ -192,7 +167,9 @@ void FarChoice::choose_for(const FarQuestion& question, const Place& place, Chos
                               .layer = question.layer,
                               .kv_head = place.kv_head,
                               .row = row,
-                              .q = memory_.far_q + first * memory_.shape.head_dim,
+                              .drafts = question.drafts,
+                              .q = memory_.far_q + first,
+                              .rehearsed = memory_.rehearsed_q == nullptr ? nullptr : memory_.rehearsed_q + first,
                               .timeout = timeout_,
                               .caller = {.calls = &calls_, .caller = list_of(place), .question = question}};
   const std::size_t own = m.own_group();  // The first row's.

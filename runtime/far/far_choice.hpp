@@ -13,6 +13,7 @@
 #include "cpu/kernels/kernels.hpp"
 #include "runtime/background/forward_audit.hpp"
 #include "runtime/far/far_question.hpp"
+#include "runtime/far/rest.hpp"
 #include "runtime/far/sequence_policy.hpp"
 #include "runtime/far/shared_calls.hpp"
 #include "scheduler/heap_bytes.hpp"
@@ -87,7 +88,7 @@ class FarChoice {
   void complete(const FarQuestion& question, const ChosenList& chosen, std::uint32_t list) noexcept;
 
   /// Learns from forwards up to `good`, until nothing is left to be learnt (true) or `wanted()`. By any thread that has
-  /// nothing to answer.
+  /// nothing to answer. A policy that rests (SequencePolicy::rest) is left out, and left to be learnt.
   template <class Wanted>
   [[nodiscard]] bool learn(std::uint64_t good, const Wanted& wanted);
 
@@ -99,23 +100,14 @@ class FarChoice {
     });
   }
   /// Does so, layer by layer, until nothing is left or `wanted()`. By any thread that has nothing to answer. Returns
-  /// whether it could: not while there is a Rest.
+  /// whether it could: not while there is a Rest of all. A policy that rests by itself has no row in a forward that is
+  /// under way, and nothing to propose.
   template <class Wanted>
   bool propose(std::uint64_t good, std::uint64_t planned, const Wanted& wanted);
 
-  /// No thread learns or proposes while this lives. One at a time.
-  class [[nodiscard]] Rest {
-   public:
-    explicit Rest(FarChoice& choice) noexcept : choice_(&choice) {}
-
-   private:
-    struct Resume {
-      void operator()(FarChoice* choice) const noexcept { choice->resting_.store(false); }
-    };
-    std::unique_ptr<FarChoice, Resume> choice_;
-  };
-  /// Waits for threads that learn.  @throws Error{Errc::timeout} if one does not come back, and nothing was changed
-  Rest rest(std::chrono::milliseconds timeout);
+  /// No thread learns or proposes for any policy, for the failure of a forward.  @throws Error{Errc::timeout} if one
+  /// does not come back, and nothing was changed
+  Rest rest(std::chrono::milliseconds timeout) { return {{std::shared_ptr<void>(), &work_}, timeout}; }
 
   /// Of the heap, that the lists hold. Only between forwards.
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
@@ -150,14 +142,13 @@ class FarChoice {
   /// Whether the CPU chooses for a row in a layer: if its history was to propose, once it has.
   [[nodiscard]] bool asks(const ChoosingRow& row, std::uint32_t layer) const noexcept;
 
-  /// A thread learns, or proposes. Sequentially consistent with `rest`: either it finds the thread, or the thread that
-  /// it rests.
-  class Learning {
+  /// A thread claims, or proposes, for Ahead::busy.
+  class Claiming {
    public:
-    explicit Learning(std::atomic<std::uint32_t>& threads) noexcept : threads_(threads) { ++threads_; }
-    ~Learning() { --threads_; }
-    Learning(const Learning&) = delete;
-    Learning& operator=(const Learning&) = delete;
+    explicit Claiming(std::atomic<std::uint32_t>& threads) noexcept : threads_(threads) { ++threads_; }
+    ~Claiming() { --threads_; }
+    Claiming(const Claiming&) = delete;
+    Claiming& operator=(const Claiming&) = delete;
 
    private:
     std::atomic<std::uint32_t>& threads_;
@@ -186,8 +177,7 @@ class FarChoice {
   const ForwardMemory& memory_;
   const cpu::Kernels& kernels_;
   const std::chrono::milliseconds timeout_;
-  std::atomic<std::uint32_t> learning_{0};  ///< threads
-  std::atomic<bool> resting_{false};        ///< they leave off
+  Workplace work_;  ///< of threads that learn or propose
   struct Rows {
     std::uint64_t forward = 0;
     std::vector<ChoosingRow> rows;  ///< by index
@@ -207,31 +197,29 @@ class FarChoice {
 template <class Wanted>
 bool FarChoice::learn(std::uint64_t good, const Wanted& wanted) {
   if (!used_.load(std::memory_order_relaxed)) return true;
-  if (resting_.load()) return false;  // Else those who come and go would never all be gone at once.
-  const Learning learning(learning_);
-  if (resting_.load()) return false;
+  const Workplace::Visit visit(work_);
+  bool all = visit.goes_on();
   for (const auto& policy : policies()) {
-    for (std::uint32_t layer = 0; layer < memory_.shape.layers; ++layer) {
-      for (std::uint32_t kv = 0; kv < memory_.shape.kv_heads; ++kv) {
-        if (resting_.load(std::memory_order_relaxed) || wanted()) return false;
-        policy->learn(layer, kv, good);
-      }
+    const Workplace::Visit learning(policy->lessons());
+    for (std::uint32_t head = 0; head < memory_.layer_heads() && learning.goes_on(); ++head) {
+      if (!visit.goes_on() || wanted()) return false;
+      policy->learn(head / memory_.shape.kv_heads, head % memory_.shape.kv_heads, good);
     }
+    all = all && learning.goes_on();
   }
-  return true;
+  return all;
 }
 
 template <class Wanted>
 bool FarChoice::propose(std::uint64_t good, std::uint64_t planned, const Wanted& wanted) {
-  if (resting_.load()) return false;
-  const Learning learning(learning_);
-  if (resting_.load()) return false;
+  const Workplace::Visit visit(work_);
+  if (!visit.goes_on()) return false;
   for (Ahead& each : ahead_) {
     std::uint64_t claim = each.claims.load(std::memory_order_acquire);
     while (each.open(claim, good, planned)) {
-      if (resting_.load(std::memory_order_relaxed)) return false;
+      if (!visit.goes_on()) return false;
       if (wanted()) return true;
-      const Learning proposing(each.busy);
+      const Claiming proposing(each.busy);
       if (!each.claims.compare_exchange_weak(claim, claim + 1)) continue;
       propose_item(claim >> Ahead::kBits, Ahead::item_of(claim));
       claim = each.claims.load(std::memory_order_acquire);

@@ -1,32 +1,41 @@
 #include "runtime/far/sequence_policy.hpp"
 
 #include <algorithm>
+#include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 
-#include "cpu/threads/spin.hpp"
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
-#include "sluice/run_clock.hpp"
 
 namespace sluice::runtime {
-namespace {
 
-/// For another thread, which is about to be ready.
-template <class Ready>
-void await(const Ready& ready, std::chrono::milliseconds timeout) {
-  constexpr std::chrono::microseconds kNap{20};
-  const Deadline deadline = deadline_after(timeout);
-  while (!cpu::spin_until(ready)) {
-    if (RunClock::now() >= deadline)
-      throw Error(Errc::timeout, "a thread that learns from an earlier token has not come back within " +
-                                     std::to_string(timeout.count()) + " ms");
-    std::this_thread::sleep_for(kNap);
+/// A layer in the step that is asked for.
+class SequencePolicy::Layer final : public scheduler::LayerReader {
+ public:
+  Layer(const SequencePolicy& of, const Asked& asked, std::uint32_t tokens) : of_(of), asked_(asked), tokens_(tokens) {}
+
+  [[nodiscard]] std::uint64_t step() const noexcept override { return asked_.forward; }
+  [[nodiscard]] const float* q(std::uint32_t kv_head) const noexcept override { return of_head(asked_.q, kv_head); }
+  [[nodiscard]] const float* rehearsed(std::uint32_t kv_head) const noexcept override {
+    return of_head(asked_.rehearsed, kv_head);
   }
-}
+  [[nodiscard]] scheduler::KvReader& kv(std::uint32_t kv_head) override {
+    return kv_.emplace(of_.reader(asked_.layer, kv_head, of_.blocks_, tokens_));
+  }
 
-}  // namespace
+ private:
+  [[nodiscard]] const float* of_head(const float* rows, std::uint32_t kv_head) const noexcept {
+    const AttentionShape& shape = of_.memory_.shape;
+    const std::size_t floats = std::size_t{asked_.drafts} * shape.group() * shape.head_dim;
+    return rows == nullptr ? nullptr : rows + kv_head * floats;
+  }
+
+  const SequencePolicy& of_;
+  const Asked& asked_;
+  std::uint32_t tokens_;
+  std::optional<HostKv> kv_;
+};
 
 SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory,
                                const std::vector<std::uint32_t>& blocks, cpu::Backend& host)
@@ -35,6 +44,7 @@ SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memo
       prompt_blocks_(blocks),
       host_(host),
       corrects_scores_(scheduler::corrects_scores(spec)),
+      copies_open_page_(scheduler::copies_open_page(spec, memory.layout.page_tokens)),
       heads_(memory.layer_heads()) {
   for (std::uint32_t layer = 0; layer < memory.shape.layers; ++layer) {
     const bool chooses = !spec.dense(layer) && memory.window_in(layer) == 0;
@@ -49,6 +59,7 @@ SequencePolicy::SequencePolicy(const SequencePolicy& other, std::vector<std::uni
       blocks_(nullptr),
       host_(other.host_),
       corrects_scores_(other.corrects_scores_),
+      copies_open_page_(other.copies_open_page_),
       layers_(std::move(layers)),
       heads_(other.heads_.size()),
       spoilt_(other.spoilt()) {
@@ -77,8 +88,11 @@ HostKv SequencePolicy::reader(std::uint32_t layer, std::uint32_t kv_head, const 
                               std::uint32_t tokens) const {
   std::byte* const first = memory_.far_block(memory_.plane(layer, kv_head), 0);
   HostKv kv(host_, memory_.shape, KvView{.base = first, .frames = blocks, .layout = memory_.far_layout});
-  // The newest page is scored as it is; copies of the others lie on the device.
-  kv.use_codes(tokens == 0 ? 0 : (tokens - 1) / memory_.layout.page_tokens);
+  // The newest page is scored as it is, as a rule.
+  const std::uint32_t page = memory_.layout.page_tokens;
+  kv.use_codes(copies_open_page_ ? static_cast<std::uint32_t>(div_up(tokens, page))
+               : tokens == 0     ? 0
+                                 : (tokens - 1) / page);
   return kv;
 }
 
@@ -109,7 +123,9 @@ void SequencePolicy::catch_up(HeadState& mine, std::uint32_t layer, std::uint32_
   // What is to be learnt comes from before this forward, which would not run had that one failed.
   const auto learnt = [&] { return mine.lesson.load(std::memory_order_acquire) == 0; };
   learn(layer, kv_head, forward - 1);
-  if (!learnt()) await(learnt, timeout);
+  if (!learnt() && !comes(learnt, timeout))
+    throw Error(Errc::timeout, "a thread that learns from an earlier token has not come back within " +
+                                   std::to_string(timeout.count()) + " ms");
   if (spoilt()) throw Error(Errc::device, "what it has learnt is lost");
   if (const std::uint32_t keep = std::exchange(mine.keep, kNone); keep != kNone)
     layers_[layer]->truncate(kv_head, keep);
@@ -142,7 +158,8 @@ void SequencePolicy::propose(std::uint64_t forward, std::uint32_t layer, std::ui
 
 void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypass,
                             scheduler::SelectCounters& counters) {
-  const auto& [forward, layer, kv_head, window, q, ranked_pages, page_scores, timeout, caller] = asked;
+  const auto& [forward, layer, kv_head, window, drafts, layer_q, rehearsed, ranked_pages, page_scores, timeout,
+               caller] = asked;
   HeadState& mine = state_of(layer, kv_head);
   // Another head of the row could propose nothing, so that all of them choose here.
   std::uint64_t proposed = forward;
@@ -152,6 +169,8 @@ void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypas
   const bool team = window.drafts != 0;
   const std::uint32_t visible = team ? window.tokens + 1 : window.tokens;
   const std::size_t floats = std::size_t{memory_.shape.group()} * memory_.shape.head_dim;
+  Layer whole(*this, asked, visible);
+  const float* const q = whole.q(kv_head);
   HostKv kv = reader(layer, kv_head, blocks_, visible);
   kv.share(caller);
   const scheduler::NearSet near{
@@ -159,11 +178,13 @@ void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypas
   layers_[layer]->select({.kv_head = kv_head,
                           .tokens = visible,
                           .q = q,
+                          .rehearsed = whole.rehearsed(kv_head),
                           .behind = {q + floats, team ? (window.drafts - 1) * floats : 0},
                           .ranked_pages = ranked_pages,
                           .page_scores = page_scores,
                           .near = &near,
-                          .kv = &kv},
+                          .kv = &kv,
+                          .layer = &whole},
                          row, bypass, counters);
   mine.tokens = visible;
   if (!layers_[layer]->wants_observation(kv_head)) return weigh(layer, kv_head);

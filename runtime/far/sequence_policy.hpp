@@ -9,6 +9,7 @@
 
 #include "cpu/backend/backend.hpp"
 #include "runtime/far/host_kv.hpp"
+#include "runtime/far/rest.hpp"
 #include "runtime/far/shared_calls.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "sluice/forward_memory.hpp"
@@ -52,14 +53,16 @@ class SequencePolicy {
   void look(const Prompt& prompt, std::uint32_t layer_head);
   void begun() noexcept { prompt_blocks_ = {}; }
 
-  /// What a row asks for, or the first row of a team for all of it. Queries are those of the KV head; those of the
-  /// rows behind it follow.
+  /// What a row asks for, or the first row of a team for all of it. Behind queries of a KV head are those of the rows
+  /// behind it.
   struct Asked {
     std::uint64_t forward = 0;
     std::uint32_t layer = 0;
     std::uint32_t kv_head = 0;
     ForwardRow row;            ///< whose tokens are visible; of a team, those before it and the first of its own
-    const float* q = nullptr;  ///< [ForwardRow::drafts or 1, group, head_dim]
+    std::uint32_t drafts = 1;  ///< Bucket::drafts: rows of a KV head's queries, wanted or not
+    const float* q = nullptr;  ///< of all KV heads: [kv_heads, drafts, group, head_dim]
+    const float* rehearsed = nullptr;               ///< likewise; null: there are none
     std::span<const std::uint32_t> ranked_pages{};  ///< [group, page_picks]
     std::span<const float> page_scores{};           ///< [group, pages] if only these are wanted
     std::chrono::milliseconds timeout{1'000};       ///< of a wait for a thread that learns
@@ -73,6 +76,15 @@ class SequencePolicy {
   /// ForwardMemory::proposed_q, when there is something to learn from it.
   void propose(std::uint64_t forward, std::uint32_t layer, std::uint32_t kv_head, const ForwardRow& row,
                std::chrono::milliseconds timeout) noexcept;
+  /// Where threads learn for it that do so when they have time.
+  [[nodiscard]] Workplace& lessons() noexcept { return lessons_; }
+  /// None of these learns for it while the result lives. For a sequence that no forward
+  /// in flight refers to: nobody chooses or proposes for it either, and others go on.
+  /// @throws Error{Errc::timeout} if one does not come back, and nothing was changed
+  static Rest rest(const std::shared_ptr<SequencePolicy>& policy, std::chrono::milliseconds timeout) {
+    return {{policy, &policy->lessons_}, timeout};
+  }
+
   /// Learns what a head chose in a forward up to `good`, unless another thread does.
   void learn(std::uint32_t layer, std::uint32_t kv_head, std::uint64_t good) noexcept;
   /// Learns what all heads chose in forwards up to `good`. While no thread learns.
@@ -101,6 +113,7 @@ class SequencePolicy {
     std::atomic<std::uint64_t> heap_bytes{0};
   };
 
+  class Layer;
   SequencePolicy(const SequencePolicy& other, std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers);
   [[nodiscard]] HeadState& state_of(std::uint32_t layer, std::uint32_t kv_head) noexcept {
     return heads_[layer * memory_.shape.kv_heads + kv_head];
@@ -126,9 +139,11 @@ class SequencePolicy {
   std::vector<std::uint32_t> prompt_blocks_;  ///< its own: a thread that is lost may read them for longer than any call
   cpu::Backend& host_;
   bool corrects_scores_;
+  bool copies_open_page_;
   std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers_;  ///< null: attends everything
   std::vector<HeadState> heads_;                                 ///< [layers, kv_heads]
   std::atomic<bool> spoilt_{false};
+  Workplace lessons_;
 };
 
 }  // namespace sluice::runtime

@@ -2,25 +2,16 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cmath>
 #include <numeric>
 
+#include "scheduler/labels/bf16.hpp"
 #include "scheduler/labels/key_blocks.hpp"
 
 namespace sluice::scheduler {
 namespace {
 
 constexpr std::uint32_t kMostChannels = 256;  ///< PolicySpec::label_channels, at most
-
-/// To the nearest, ties to even. NaN stays NaN.
-std::uint16_t to_bf16(float value) noexcept {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  if (value != value) return 0x7fc0;
-  return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
-}
-
-float from_bf16(std::uint16_t bits) noexcept { return std::bit_cast<float>(std::uint32_t{bits} << 16); }
 
 /// Rows with anything that is not finite say nothing about any channel.
 void add_absolutes(const float* row, std::vector<double>& sums) {

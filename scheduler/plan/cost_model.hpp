@@ -54,8 +54,8 @@ struct LaneRates {
 [[nodiscard]] LaneRates lane_rates(const DeviceRates& device, double cpu_gbps) noexcept;
 
 /// EngineOptions::fetch_share with which the link and the CPU are done with a list at about the same time: scattered
-/// rows come over the link as fast as whole pages, about, and from host memory at the share of its rate that
-/// `attend_far` has. 0 where a rate is not known.
+/// rows come at the share of the rate of whole pages that `fetch` has, over the link, and `attend_far`, from host
+/// memory. 0 where a rate is not known.
 [[nodiscard]] float advised_fetch_share(const LaneRates& rates) noexcept;
 
 /// When an item runs, in microseconds from the forward's begin.

@@ -5,6 +5,7 @@
 #include "scheduler/clusters/cluster_schedule.hpp"
 #include "scheduler/clusters/curve_fit.hpp"
 #include "scheduler/labels/label_cache.hpp"
+#include "scheduler/labels/skewed_cache.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/policy/budget.hpp"
 
@@ -87,7 +88,8 @@ Bucket features(const PolicySpec& spec) noexcept {
   const bool by_device = chooser(spec) == Chooser::device && ranks(spec) && !whole_pages(spec);
   return {.top_k = by_device && spec.budget.kind == BudgetKind::top_k,
           .unbounded = somewhere_whole(spec) || (by_device && by_share(spec)),
-          .pages = spec.uses(Source::pages)};
+          .pages = spec.uses(Source::pages),
+          .rehearsed = spec.rehearsed};
 }
 
 std::string lacks(const PolicySpec& spec, const Bucket& bucket) {
@@ -96,6 +98,9 @@ std::string lacks(const PolicySpec& spec, const Bucket& bucket) {
     return somewhere_whole(spec) ? "it attends everything in some layer; say so by Bucket::unbounded"
                                  : "it chooses a share of the mass; say so by Bucket::unbounded";
   if (needs.top_k && !bucket.top_k) return "it chooses by top_k; say so by Bucket::top_k";
+  if (needs.rehearsed && !bucket.rehearsed)
+    return "it chooses by rehearsed queries, which attend is to be given in each layer but the first; say so by "
+           "Bucket::rehearsed, which only C++ has, or leave the stage rehearsed out";
   if (needs.pages && !bucket.pages) return "it ranks pages; say so by Bucket::pages";
   return {};
 }
@@ -144,14 +149,20 @@ Chooser chooser(const PolicySpec& spec) noexcept {
 bool clusters_on_device(const PolicySpec& spec) noexcept { return by_clusters(spec); }
 
 bool forecasts(const PolicySpec& spec) noexcept {
-  return only(spec, Source::history) && spec.estimate == Estimate::int4 && spec.budget.kind == BudgetKind::top_k &&
-         spec.bypass_threshold == 0.f && spec.near.share == 0.f;
+  const bool cut = spec.budget.kind == BudgetKind::top_k || spec.budget.kind == BudgetKind::top_p;
+  return only(spec, Source::history) && spec.estimate == Estimate::int4 && cut && spec.bypass_threshold == 0.f &&
+         spec.near.share == 0.f;
+}
+
+bool copies_open_page(const PolicySpec& spec, std::uint32_t page_tokens) noexcept {
+  return forecasts(spec) && by_share(spec) && spec.near.recent_tokens >= page_tokens;
 }
 
 std::uint32_t prompt_queries(const PolicySpec& spec) noexcept {
   std::uint32_t queries = spec.bypass_threshold > 0.f ? 1 : 0;
   if (spec.uses(Source::history)) queries = spec.history.init_queries;
   if (spec.estimate == Estimate::channels) queries = std::max(queries, kLabelQueries);
+  if (spec.estimate == Estimate::skewed) queries = std::max(queries, kSkewQueries);
   if (spec.uses(Source::snapshot)) queries = std::max(queries, spec.snapshot.window);
   return queries;
 }
@@ -159,7 +170,7 @@ std::uint32_t prompt_queries(const PolicySpec& spec) noexcept {
 bool remembers(const PolicySpec& spec) noexcept {
   return spec.uses(Source::history) || spec.uses(Source::clusters) || spec.uses(Source::lsh) ||
          spec.uses(Source::snapshot) || spec.bypass_threshold > 0.f || spec.estimate == Estimate::channels ||
-         spec.estimate == Estimate::hadamard;
+         spec.estimate == Estimate::hadamard || spec.estimate == Estimate::skewed;
 }
 
 bool corrects_scores(const PolicySpec& spec) noexcept {
@@ -172,7 +183,7 @@ ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const R
   ForwardNeeds needs{.bucket = features(spec)};
   if (bounds_window(spec, needs.bucket)) needs.window = static_cast<std::uint32_t>(window_of(spec, shape.page_tokens));
   needs.bucket.top_k |= forecasts(spec);
-  if (needs.bucket.top_k) needs.picks = tokens_per_head(spec, tokens, shape);
+  if (needs.bucket.top_k && !by_share(spec)) needs.picks = tokens_per_head(spec, tokens, shape);
   if (by_clusters(spec)) needs.clusters = ClusterSchedule::most_clusters(spec.clusters, tokens);
   if (!needs.bucket.pages) return needs;
   needs.ranked = pages_per_head(spec, tokens / shape.page_tokens, tokens, shape);
@@ -193,7 +204,7 @@ std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const
            " digests; set EngineOptions::digests";
   if (by_clusters(spec) && limits.cluster_sequences == 0)
     return "it chooses among clusters on the device; set EngineOptions::cluster_sequences and max_clusters";
-  if (spec.rest == Rest::mean && !limits.value_means)
+  if (spec.rest == RestKind::mean && !limits.value_means)
     return "its rest is a mean of values; set EngineOptions::value_means, or write rest=none";
   if (const std::uint64_t least = least_far_tokens(spec, limits.shape); spec.far.min_tokens < least)
     return too_few_far_tokens(spec, least);
@@ -239,7 +250,7 @@ ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, const RowSh
   } else {
     row.picks = std::min(tokens_per_head(spec, tokens, shape), candidates);
   }
-  if (spec.rest == Rest::mean && row.ranks()) row.rest = std::min(kMostRestPages, tokens / shape.page_tokens);
+  if (spec.rest == RestKind::mean && row.ranks()) row.rest = std::min(kMostRestPages, tokens / shape.page_tokens);
   return row;
 }
 
@@ -257,8 +268,12 @@ void choose_clusters(const PolicySpec& spec, std::uint32_t slot, std::uint32_t c
 
 void choose_proposed(const PolicySpec& spec, std::uint32_t slot, const RowShape& shape, ForwardRow& row) noexcept {
   if (!forecasts(spec) || row.asks == 0 || row.drafts != 0 || spec.near.recent_tokens < shape.page_tokens) return;
-  if (row.recent_begin <= row.sink_end) return;
-  row.picks = std::min(tokens_per_head(spec, row.tokens, shape), row.recent_begin - row.sink_end);
+  if (row.recent_begin <= row.sink_end || row.most == 0) return;
+  if (by_share(spec)) {
+    row.mass = spec.budget.mass;
+  } else {
+    row.picks = std::min(tokens_per_head(spec, row.tokens, shape), row.recent_begin - row.sink_end);
+  }
   row.proposed = slot + 1;
   row.asks = 0;
 }

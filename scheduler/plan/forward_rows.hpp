@@ -25,6 +25,10 @@ enum class Chooser : std::uint8_t {
 /// Whether the device can choose of what a policy's history proposes ahead of time, see choose_proposed.
 [[nodiscard]] bool forecasts(const PolicySpec& spec) noexcept;
 
+/// Whether a policy of the CPU weighs the open page by copies of its keys, as the device does, and not by the keys:
+/// what is weighed decides what top-p keeps, and that is not to depend on who chooses.
+[[nodiscard]] bool copies_open_page(const PolicySpec& spec, std::uint32_t page_tokens) noexcept;
+
 /// Whether a sequence of this policy attends everything while it is no longer than EngineOptions::dense_tokens: others
 /// learn from what they choose, or have to know all of it.
 [[nodiscard]] bool may_be_dense(const PolicySpec& spec) noexcept;
@@ -76,8 +80,9 @@ struct ForwardNeeds {
 void choose_clusters(const PolicySpec& spec, std::uint32_t slot, std::uint32_t count, std::uint32_t tokens,
                      ForwardRow& row) noexcept;
 
-/// Makes a row whose policy forecasts() choose on the device of what its history proposes in slot `slot`. Not where the
-/// open page is more than the recent tokens: the CPU reads its keys as they are, and the device copies of them.
+/// Makes a row whose policy forecasts() choose on the device of what its history proposes in slot `slot`: `picks`, or a
+/// share of the mass, for which the bucket must be unbounded. Not where the open page is more than the recent tokens:
+/// of what it is to choose from the CPU reads keys as they are, and the device copies of them.
 void choose_proposed(const PolicySpec& spec, std::uint32_t slot, const RowShape& shape, ForwardRow& row) noexcept;
 
 /// What a team of `drafts` tokens behind `tokens` others chooses from: at least what each of its rows would choose by

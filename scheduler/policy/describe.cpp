@@ -153,6 +153,14 @@ std::string verified_words(const BudgetOptions& budget) {
   return text;
 }
 
+std::string within_words(const BudgetOptions& budget) {
+  const BudgetOptions usual;
+  std::string text = "within=" + number(budget.alpha);
+  if (budget.min_tokens != usual.min_tokens || budget.share != usual.share)
+    text += ",most=" + larger_of(budget.min_tokens, budget.share, usual.min_tokens);
+  return text;
+}
+
 std::string budget_words(const BudgetOptions& budget) {
   const BudgetOptions usual;
   switch (budget.kind) {
@@ -161,6 +169,7 @@ std::string budget_words(const BudgetOptions& budget) {
     case BudgetKind::fitted: return "fitted=" + number(budget.mass);
     case BudgetKind::sampled: return "sampled";
     case BudgetKind::verified: return verified_words(budget);
+    case BudgetKind::within: return within_words(budget);
     case BudgetKind::progressive: break;
   }
   std::string text = "progressive=" + number(budget.mass);
@@ -201,9 +210,11 @@ std::string to_string(const PolicySpec& spec) {
   if (spec.estimate == Estimate::int4) text += " | int4";
   if (spec.estimate == Estimate::hadamard) text += " | hadamard";
   if (spec.estimate == Estimate::channels) text += " | channels=" + std::to_string(spec.label_channels);
+  if (spec.estimate == Estimate::skewed) text += " | skewed=" + percent(spec.skewed_share);
+  if (spec.rehearsed) text += " | rehearsed";
   if (chooses(spec)) text += " | " + budget_words(spec.budget);
   if (!spec.far.all()) text += " | far=" + far_words(spec.far);
-  if (spec.rest == Rest::mean) text += " | rest=mean";
+  if (spec.rest == RestKind::mean) text += " | rest=mean";
   text += " | " + near_words(spec.near);
   if (spec.bypass_threshold > 0.f) text += " | " + bypass_words(spec);
   if (spec.dense_layers > 0 || spec.dense_every > 0) text += " | dense=" + std::to_string(spec.dense_layers);

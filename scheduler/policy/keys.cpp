@@ -60,6 +60,8 @@ void read_flat_budget(PolicySpec& spec, const Word& word) {
     spec.snapshot.budget = read_count(word);
     return;
   }
+  if (spec.budget.kind == BudgetKind::within)
+    word.fail("means nothing here: how much is attended depends on how near scores are to the best; write most=COUNT");
   if (spec.budget.kind == BudgetKind::verified)
     word.fail("means nothing here: how much is attended depends on the error that is allowed; write heavy=COUNT");
   if (spec.budget.kind != BudgetKind::top_k) {
@@ -70,7 +72,8 @@ void read_flat_budget(PolicySpec& spec, const Word& word) {
 
 void read_mass(PolicySpec& spec, const Word& word) {
   const BudgetKind kind = spec.budget.kind;
-  if (kind == BudgetKind::top_k || kind == BudgetKind::sampled || kind == BudgetKind::verified) {
+  if (kind == BudgetKind::top_k || kind == BudgetKind::sampled || kind == BudgetKind::verified ||
+      kind == BudgetKind::within) {
     word.fail("means nothing here: the policy's budget is no share of the softmax mass");
   }
   spec.budget.mass = read_share(word);
@@ -120,6 +123,9 @@ constexpr Key kKeys[] = {
     {"pyramid", Room::snapshot, [](S& s, const W& w) { s.snapshot.pyramid = read_count(w); }},
     {"floor", Room::snapshot, [](S& s, const W& w) { s.snapshot.floor = read_share(w); }},
 
+    {"ratio", Room::skewed, [](S& s, const W& w) { s.skewed_share = read_share(w); }},
+    {"alpha", Room::within, [](S& s, const W& w) { s.budget.alpha = read_number(w); }},
+
     {"budget", Room::flat, read_flat_budget},
     {"mass", Room::flat, read_mass},
     {"bypass", Room::flat, [](S& s, const W& w) { s.bypass_threshold = read_number(w); }},
@@ -133,6 +139,7 @@ constexpr Key kKeys[] = {
     {"delta", Room::verified, [](S& s, const W& w) { s.budget.delta = read_share(w); }},
     {"heavy", Room::verified, [](S& s, const W& w) { read_larger_of(w, s.budget.min_tokens, s.budget.share); }},
     {"sample", Room::verified, [](S& s, const W& w) { s.budget.sample = read_share(w); }},
+    {"most", Room::within, [](S& s, const W& w) { read_larger_of(w, s.budget.min_tokens, s.budget.share); }},
     {"local", Room::bypass, [](S& s, const W& w) { s.history.local_tokens = read_count(w); }},
     {"sinks", Room::near, [](S& s, const W& w) { s.near.sink_tokens = read_count(w); }},
     {"recent", Room::near, [](S& s, const W& w) { s.near.recent_tokens = read_count(w); }},
@@ -149,6 +156,8 @@ const char* to_words(Room room) noexcept {
     case Room::top_k: return "top_k";
     case Room::progressive: return "progressive";
     case Room::verified: return "verified";
+    case Room::within: return "within";
+    case Room::skewed: return "skewed";
     case Room::bypass: return "bypass";
     case Room::near: return "near";
     case Room::dense: return "dense";
@@ -169,6 +178,8 @@ bool reads(const PolicySpec& spec, const Key& key) noexcept {
     case Room::top_k: return scored && spec.budget.kind == BudgetKind::top_k;
     case Room::progressive: return scored && spec.budget.kind == BudgetKind::progressive;
     case Room::verified: return scored && spec.budget.kind == BudgetKind::verified;
+    case Room::within: return scored && spec.budget.kind == BudgetKind::within;
+    case Room::skewed: return spec.estimate == Estimate::skewed;
     case Room::bypass: return spec.bypass_threshold > 0.f;
     case Room::near:
     case Room::dense: return true;

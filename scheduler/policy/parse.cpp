@@ -119,9 +119,9 @@ void read_bypass(const Word& value, PolicySpec& spec) {
   }
 }
 
-Rest read_rest(const Word& value) {
-  if (value.value == "none") return Rest::none;
-  if (value.value == "mean") return Rest::mean;
+RestKind read_rest(const Word& value) {
+  if (value.value == "none") return RestKind::none;
+  if (value.value == "mean") return RestKind::mean;
   value.fail("is no rest; there are none and mean");
 }
 
@@ -140,6 +140,12 @@ constexpr Stage kStages[] = {
        s.estimate = Estimate::channels;
        s.label_channels = read_count(w);
      }},
+    {"skewed", true, Room::flat,
+     [](const Word& w, PolicySpec& s) {
+       s.estimate = Estimate::skewed;
+       s.skewed_share = read_share(w);
+     }},
+    {"rehearsed", false, Room::flat, [](const Word&, PolicySpec& s) { s.rehearsed = true; }},
     {"top_k", true, Room::flat,
      [](const Word& w, PolicySpec& s) {
        require_choosing(w, s);
@@ -155,6 +161,11 @@ constexpr Stage kStages[] = {
      [](const Word& w, PolicySpec& s) {
        s.budget.kind = BudgetKind::verified;
        s.budget.error = read_share(w);
+     }},
+    {"within", true, Room::within,
+     [](const Word& w, PolicySpec& s) {
+       s.budget.kind = BudgetKind::within;
+       s.budget.alpha = read_number(w);
      }},
     {"far", true, Room::flat,
      [](const Word& w, PolicySpec& s) {
@@ -209,6 +220,11 @@ BudgetOptions what_is_read(const BudgetOptions& budget) {
       read.delta = budget.delta;
       read.sample = budget.sample;
       break;
+    case BudgetKind::within:
+      read.min_tokens = budget.min_tokens;
+      read.share = budget.share;
+      read.alpha = budget.alpha;
+      break;
   }
   return read;
 }
@@ -239,6 +255,7 @@ PolicySpec scheduler::what_is_read(const PolicySpec& spec) {
   if (!spec.uses(Source::clusters)) read.clusters = {};
   if (!spec.uses(Source::lsh)) read.lsh = {};
   if (!spec.uses(Source::snapshot)) read.snapshot = {};
+  if (spec.estimate != Estimate::skewed) read.skewed_share = PolicySpec{}.skewed_share;
   if (spec.estimate != Estimate::channels) read.label_channels = PolicySpec{}.label_channels;
   read.budget = chooses(spec) ? sluice::what_is_read(spec.budget) : BudgetOptions{};
   if (!chooses(spec) || spec.far.all()) read.far = {};

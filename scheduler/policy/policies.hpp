@@ -26,6 +26,7 @@ namespace sluice::scheduler {
 [[nodiscard]] PolicySpec adakv_spec();
 [[nodiscard]] PolicySpec vattention_spec();
 [[nodiscard]] PolicySpec adamas_spec();
+[[nodiscard]] PolicySpec infinigen_spec();
 
 /// Attends everything: what a layer does whose source is `all`, or that the spec calls dense.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_full_policy();
@@ -51,6 +52,10 @@ namespace sluice::scheduler {
 /// `layer` only decides which tokens are drawn.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_verified_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                                 std::uint32_t page_tokens, LayerId layer);
+/// The best tokens by skewed channels, as many as lie within `alpha` of the best on average: budget `within`
+/// (InfiniGen).
+[[nodiscard]] std::unique_ptr<LayerPolicy> make_within_policy(const PolicySpec& spec, const AttentionShape& shape,
+                                                              std::uint32_t page_tokens);
 /// z of a standard normal variable that is outside [-z, z] with probability `delta` in (0, 1).
 [[nodiscard]] double two_sided_normal(double delta) noexcept;
 
@@ -61,6 +66,8 @@ namespace sluice::scheduler {
                                                std::uint32_t tokens) noexcept;
 [[nodiscard]] std::uint64_t sampled_state_bytes(const PolicySpec& spec, const AttentionShape& shape,
                                                 std::uint32_t tokens) noexcept;
+[[nodiscard]] std::uint64_t within_state_bytes(const PolicySpec& spec, const AttentionShape& shape,
+                                               std::uint32_t tokens) noexcept;
 
 /// Appends to `row.runs` every token in [begin, tokens) that is not near; at most one run per page.
 void add_far_runs(const NearSet& near, std::uint32_t begin, std::uint32_t tokens, SelectionRow& row);

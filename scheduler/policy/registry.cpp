@@ -23,6 +23,7 @@ const std::vector<PolicyPreset>& policy_presets() {
       {adakv_spec(), "SnapKV with a budget that a layer's heads share by need (Ada-KV)"},
       {vattention_spec(), "the best tokens and a sample of the others that bounds the error (vAttention)"},
       {adamas_spec(), "tokens ranked by 2 bits of each channel of their Hadamard transforms (Adamas)"},
+      {infinigen_spec(), "tokens ranked before the layer begins, by a few skewed channels (InfiniGen)"},
       {lfps_spec(), "candidates from attention history (LFPS)"},
       {sluice_spec(), "the best tokens by 4-bit copies of all keys: the default"},
   };
@@ -77,6 +78,7 @@ std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const Att
     case BudgetKind::fitted: return make_fitted_policy(spec, shape, page_tokens);
     case BudgetKind::sampled: return make_sampled_policy(spec, shape);
     case BudgetKind::verified: return make_verified_policy(spec, shape, page_tokens, layer);
+    case BudgetKind::within: return make_within_policy(spec, shape, page_tokens);
     case BudgetKind::top_k:
     case BudgetKind::top_p: break;
   }
@@ -93,6 +95,7 @@ std::uint64_t policy_state_bytes(const PolicySpec& spec, const AttentionShape& s
     sparse_layers += spec.dense(layer) || (!windows.empty() && windows[layer] != 0) ? 0 : 1;
   const std::uint64_t head = kind == BudgetKind::fitted    ? fitted_state_bytes(spec, shape, tokens)
                              : kind == BudgetKind::sampled ? sampled_state_bytes(spec, shape, tokens)
+                             : kind == BudgetKind::within  ? within_state_bytes(spec, shape, tokens)
                                                            : sparse_state_bytes(spec, shape, tokens);
   return sparse_layers * shape.kv_heads * head;
 }

@@ -55,6 +55,8 @@ enum class Room : std::uint8_t {
   top_k,
   progressive,
   verified,
+  within,
+  skewed,
   bypass,
   near,
   dense,

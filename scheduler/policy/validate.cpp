@@ -106,6 +106,7 @@ void check_budget(const BudgetOptions& budget) {
   if (!(budget.error > 0.f && budget.error < 1.f)) reject("budget.error", number(budget.error), "(0, 1)");
   check_open("budget.delta", budget.delta, 0.5, "(0, 0.5]");
   check_open("budget.sample", budget.sample, 1.0, "(0, 1]");
+  check_open("budget.alpha", budget.alpha, 1000.0, "(0, 1000]");
 }
 
 void check_far(const FarOptions& far) {
@@ -125,9 +126,9 @@ void check_enum(const char* field, Enum value, Enum last) {
 
 void check_enums(const PolicySpec& spec) {
   check_enum("history.tables", spec.history.tables, HistoryTables::slash);
-  check_enum("estimate", spec.estimate, Estimate::hadamard);
-  check_enum("rest", spec.rest, Rest::mean);
-  check_enum("budget.kind", spec.budget.kind, BudgetKind::verified);
+  check_enum("estimate", spec.estimate, Estimate::skewed);
+  check_enum("rest", spec.rest, RestKind::mean);
+  check_enum("budget.kind", spec.budget.kind, BudgetKind::within);
   check_enum("snapshot.pooling", spec.snapshot.pooling, Pooling::mean);
   check_enum("budget.rule", spec.budget.rule, ProgressRule::certified);
   check_enum("pages.digest", spec.pages.digest, DigestKind::cuboid_mean);
@@ -171,6 +172,17 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
       scored && kind == BudgetKind::verified && !only(Source::exact),
       "verified samples from all tokens that are not kept and needs exact alone; write exact | verified=0.1, or use "
       "top_k");
+  const bool skewed = spec.estimate == Estimate::skewed;
+  refuse_if(scored && kind == BudgetKind::within && !(only(Source::exact) && skewed),
+            "within counts scores of all tokens by skewed channels and needs exact alone; write exact | skewed=20% | "
+            "within=4, or use top_k");
+  refuse_if(scored && skewed && kind != BudgetKind::within,
+            "skewed estimates how far scores are from the best, for within; write within=4, or channels=16 with top_k");
+  refuse_if(spec.rehearsed && kind != BudgetKind::within,
+            "rehearsed queries choose by skewed channels within a distance of the best; write exact | skewed=20% | "
+            "rehearsed | within=4, or drop rehearsed");
+  refuse_if(spec.rehearsed && spec.dense_layers == 0,
+            "no layer comes before the first, whose queries nothing rehearses; write dense=1 or more");
   const bool own_scores =
       kind == BudgetKind::fitted || kind == BudgetKind::progressive || kind == BudgetKind::sampled;
   const bool fitted_by_copies = kind == BudgetKind::fitted && spec.estimate == Estimate::int4;
@@ -195,12 +207,13 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
   const bool samples = kind == BudgetKind::sampled || kind == BudgetKind::verified;
   refuse_if(scored && samples && !spec.far.all(),
             "a sample that is cut by score no longer stands for what one query would attend; drop far, or use top_k");
-  refuse_if(scored && (own_scores || samples) && spec.bypass_threshold > 0.f,
-            "the bypass works with top_k and top_p; fitted, progressive, sampled and verified have no place for it");
+  refuse_if(
+      scored && (own_scores || samples || kind == BudgetKind::within) && spec.bypass_threshold > 0.f,
+      "the bypass works with top_k and top_p; fitted, progressive, sampled, verified and within have no place for it");
   const bool by_copies = only(Source::exact) && spec.estimate == Estimate::int4;
-  refuse_if(spec.rest != Rest::none && (!by_copies || (kind != BudgetKind::top_k && kind != BudgetKind::top_p)),
+  refuse_if(spec.rest != RestKind::none && (!by_copies || (kind != BudgetKind::top_k && kind != BudgetKind::top_p)),
             "a rest is weighed by 4-bit scores of all tokens; write exact | int4 with top_k or top_p, or rest=none");
-  refuse_if(spec.rest != Rest::none && spec.bypass_threshold > 0.f,
+  refuse_if(spec.rest != RestKind::none && spec.bypass_threshold > 0.f,
             "a head that is bypassed has no rest to weigh; write bypass=off, or rest=none");
   return reasons;
 }
@@ -216,6 +229,7 @@ void validate(const PolicySpec& spec) {
   check_lsh(spec.lsh);
   check_snapshot(spec.snapshot);
   check_count("label_channels", spec.label_channels, 1, 256);
+  check_open("skewed_share", spec.skewed_share, 1.0, "(0, 1]");
   check_budget(spec.budget);
   check_far(spec.far);
   check_count("near.sink_tokens", spec.near.sink_tokens, 0, 4096);

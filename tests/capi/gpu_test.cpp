@@ -95,7 +95,11 @@ TEST_CASE("C on a GPU gives what C on the host gives", "[capi][gpu]") {
 }
 
 TEST_CASE("what an engine on a GPU would take is what it takes", "[capi][gpu]") {
-  const auto options = options_on(SLUICE_DEVICE_CUDA, 0);
+  auto options = options_on(SLUICE_DEVICE_CUDA, 0);
+  const bool forecasts = GENERATE(false, true);
+  options.cpu_sequences = 2;
+  options.largest_features |= SLUICE_BUCKET_TOP_K;
+  options.forecasts = forecasts ? 1 : 0;
   auto needed = sized<sluice_memory>(), made = sized<sluice_memory>(), host = sized<sluice_memory>();
   require_ok(sluice_engine_options_memory_needed(&options, &needed));
   const EnginePointer engine = create(options);
@@ -103,9 +107,14 @@ TEST_CASE("what an engine on a GPU would take is what it takes", "[capi][gpu]") 
   for (const auto field : {&sluice_memory::far_pages, &sluice_memory::pinned, &sluice_memory::near_pages,
                            &sluice_memory::codes, &sluice_memory::digests, &sluice_memory::buffers})
     CHECK(needed.*field == made.*field);
-  const auto on_the_host = options_on(SLUICE_DEVICE_CPU, 0);
+  auto got = sized<sluice_engine_options>();
+  require_ok(sluice_engine_get_options(engine.get(), &got));
+  CHECK(got.forecasts == options.forecasts);
+  auto on_the_host = options;
+  on_the_host.device_type = SLUICE_DEVICE_CPU;
   require_ok(sluice_engine_options_memory_needed(&on_the_host, &host));
   CHECK(needed.buffers > host.buffers);  // Scratch memory of kernels.
+  CHECK((needed.pinned > host.pinned) == forecasts);
 }
 
 TEST_CASE("a tensor elsewhere than the engine's GPU is refused", "[capi][gpu][errors]") {

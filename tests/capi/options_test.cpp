@@ -88,6 +88,7 @@ TEST_CASE("the defaults of C are those of C++", "[capi][options]") {
   CHECK(got.cluster_sequences == 0);
   CHECK(got.max_clusters == want.max_clusters);
   CHECK(got.dense_tokens == 0);
+  CHECK(got.forecasts == 0);
   CHECK(got.prefix_bytes == want.prefix_bytes);
   CHECK(got.prefix_decoded == 0);
   CHECK(got.pin_threads == 1);
@@ -126,6 +127,7 @@ TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[ca
   auto options = small_options();
   options.fetch_share = 0.375f;
   options.dense_tokens = 48;
+  options.forecasts = 1;
   auto whole = options;
   whole.fetch_share = 0.f;
   EnginePointer engine = create(options);
@@ -135,7 +137,9 @@ TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[ca
   CHECK(got.fetch_share == 0.375f);
   CHECK(got.dense_tokens == 48);
   CHECK(got.handover == SLUICE_HANDOVER_DEVICE);
+  CHECK(got.forecasts == 0);             // The cores that would estimate all keys are those that read the few.
   CHECK(got.value_means == 0);
+  CHECK(got.reserved == 0);
   auto memory = sized<sluice_memory>();  // And not only back from it.
   auto less = sized<sluice_memory>();
   require_ok(sluice_engine_memory(engine.get(), &memory));
@@ -159,6 +163,17 @@ TEST_CASE("make_room_for raises what a policy needs, and nothing else", "[capi][
   CHECK(options.digests == SLUICE_DIGESTS_BOX);
   require_ok(sluice_engine_options_make_room_for(&options, "lfps | near=0", 200));
   CHECK(options.cpu_sequences == 1);
+  CHECK(options.forecasts == 0);
+  require_ok(sluice_engine_options_make_room_for(&options, "history:observe_every=3 | int4 | top_k=9 | near=0", 200));
+  CHECK(options.forecasts == 0);  // As much as the CPU would have to do once more.
+  options.largest_features = 0;
+  require_ok(sluice_engine_options_make_room_for(&options, "history:observe_every=4 | int4 | top_k=9 | near=0", 200));
+  CHECK(options.forecasts == 1);
+  CHECK(options.largest_features == SLUICE_BUCKET_TOP_K);
+  require_ok(sluice_engine_options_make_room_for(&options, "history | int4 | top_p=0.9 | near=0", 200));
+  CHECK(options.largest_features == (SLUICE_BUCKET_TOP_K | SLUICE_BUCKET_UNBOUNDED));
+  require_ok(sluice_engine_options_make_room_for(&options, kPolicy, 200));
+  CHECK(options.forecasts == 1);
   check_fails([&] { return sluice_engine_options_make_room_for(&options, "arkvale | near=0", 200); },
               SLUICE_UNSUPPORTED, {"digest"});
 }
@@ -183,7 +198,9 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
           [](auto& o) { o.fetch_share = 0.5f, o.placement = SLUICE_PLACE_STREAM; });
   refused({"dense_tokens is 2147483648", "[0, 2147483647]"}, [](auto& o) { o.dense_tokens = 1u << 31; });
   refused({"handover is 4", "SLUICE_HANDOVER_HOST", "sluice_engine_options_init"}, [](auto& o) { o.handover = 4; });
+  refused({"forecasts is 2", "0 or 1"}, [](auto& o) { o.forecasts = 2; });
   refused({"value_means", "must be 0 or 1"}, [](auto& o) { o.value_means = 2; });
+  refused({"reserved is 1", "sluice_engine_options_init"}, [](auto& o) { o.reserved = 1; });
   refused({"prefix_decoded is 2"}, [](auto& o) { o.prefix_decoded = 2; });
   refused({"prefill_lines is 2", "0 or 1"}, [](auto& o) { o.prefill_lines = 2; });
   refused({"pin_threads is 7"}, [](auto& o) { o.pin_threads = 7; });

@@ -224,7 +224,7 @@ TEST_CASE("who needs threads not to learn gets there, however many come and go",
     });
   }
   for (int i = 0; i < 50; ++i) {
-    const FarChoice::Rest rest = desk.choice.rest(60s);
+    const Rest rest = desk.choice.rest(60s);
     REQUIRE_FALSE(desk.choice.learn(1, [] { return false; }));
   }
   done = true;
@@ -246,7 +246,7 @@ TEST_CASE("who needs threads not to learn waits for them, though not for ever", 
   REQUIRE(desk.choice.learn(1, [] { return false; }));  // Who gave up keeps nobody from it.
   open = true;
   {
-    const FarChoice::Rest rest = desk.choice.rest(60s);
+    const Rest rest = desk.choice.rest(60s);
     learner.join();
     REQUIRE_FALSE(desk.choice.learn(1, [] { return false; }));
   }

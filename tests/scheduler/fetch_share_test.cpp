@@ -46,6 +46,8 @@ TEST_CASE("the link gets its part of what it and the CPU read together", "[plan]
   scheduler::LaneRates rates{.link_gbps = 50.0, .cpu_gbps = 150.0};
   rates.stage(Stage::attend_far) = {.fixed_us = 6.0, .share = 0.5};
   REQUIRE(advised_fetch_share(rates) == Approx(50.0 / 125.0));
+  rates.stage(Stage::fetch) = {.share = 0.4};
+  REQUIRE(advised_fetch_share(rates) == Approx(20.0 / 95.0));
   REQUIRE(advised_fetch_share({.link_gbps = 0.0, .cpu_gbps = 150.0}) == 0.f);
   REQUIRE(advised_fetch_share({.link_gbps = 50.0, .cpu_gbps = 0.0}) == 0.f);
 }

@@ -172,7 +172,7 @@ TEST_CASE("rows choose on the device of what histories propose, where copies of 
   REQUIRE(forecasts(policy));
   REQUIRE(chooser(policy) == Chooser::cpu);
   for (const char* const other :
-       {"lfps", "history | top_k=20", "history | int4 | top_p=0.9", "history | int4 | top_k=20 | bypass=0.8",
+       {"lfps", "history | top_k=20", "history | top_p=0.9", "history | int4 | top_k=20 | bypass=0.8",
         "history+pages | int4 | top_k=20", "history+exact | int4 | top_k=20", "exact | int4 | top_k=20"}) {
     CAPTURE(other);
     REQUIRE_FALSE(forecasts(parse_policy(other)));
@@ -197,6 +197,35 @@ TEST_CASE("rows choose on the device of what histories propose, where copies of 
     choose_proposed(policy, 3, kLayer, team);
     REQUIRE(team.proposed == 0);
   }
+}
+
+TEST_CASE("or as much of that as holds a share of the mass", "[plan][forecast]") {
+  const PolicySpec policy = parse_policy("history | int4 | top_p=0.9 | near=0,sinks=4,recent=20");
+  REQUIRE(forecasts(policy));
+  REQUIRE(copies_open_page(policy, 16));
+  REQUIRE_FALSE(copies_open_page(policy, 32));
+  REQUIRE_FALSE(copies_open_page(parse_policy("history | int4 | top_k=9 | near=0,sinks=4,recent=20"), 16));
+  REQUIRE_FALSE(copies_open_page(parse_policy("exact | int4 | top_p=0.9 | near=0,sinks=4,recent=20"), 16));
+  REQUIRE(forward_needs(policy, 1'000, kLayer).picks == 0);
+  for (const std::uint32_t tokens : {24u, 25u, 1'000u}) {
+    CAPTURE(tokens);
+    ForwardRow row = forward_row(policy, tokens, kLayer);
+    choose_proposed(policy, 3, kLayer, row);
+    REQUIRE(row.proposed == (tokens > 24 ? 4 : 0));
+    REQUIRE(row.asks == (tokens > 24 ? 0 : 1));
+    REQUIRE(row.picks == 0);
+    REQUIRE(row.mass == (tokens > 24 ? 0.9f : 0.f));
+    REQUIRE(row.most == kNone);
+  }
+  // No more than far tokens have a budget for; of none the device would choose without asking.
+  const PolicySpec bound = parse_policy("history | int4 | top_p=0.9 | near=0,sinks=4,recent=20 | far=120");
+  ForwardRow row = forward_row(bound, 1'000, kLayer);
+  choose_proposed(bound, 3, kLayer, row);
+  REQUIRE(row.most == 120 / kLayer.q_heads);
+  row = forward_row(bound, 1'000, kLayer);
+  row.most = 0;
+  choose_proposed(bound, 3, kLayer, row);
+  REQUIRE((row.proposed == 0 && row.asks == 1));
 }
 
 TEST_CASE("rows choose among clusters of their first tokens and attend all others", "[plan][clusters]") {

@@ -78,6 +78,10 @@ PolicySpec parsed(const std::string& text) {
 /// A policy in which this option stands.
 std::string policy_with(const std::string& option, bool is_source) {
   if (is_source) return option + (option == "all" || option == "none" ? "" : " | top_k=max(64, 2%)");
+  // Stages of one policy, which do not go without each other.
+  if (option.rfind("skewed", 0) == 0) return "exact | within=4 | " + option;
+  if (option.rfind("within", 0) == 0) return "exact | skewed=20% | " + option;
+  if (option == "rehearsed") return "exact | skewed=20% | within=4 | dense=1 | rehearsed";
   const char* source = option.rfind("fitted", 0) == 0        ? "clusters"
                        : option.rfind("progressive", 0) == 0 ? "pages"
                        : option.rfind("sampled", 0) == 0     ? "lsh"
@@ -122,7 +126,8 @@ TEST_CASE("the page's options have the defaults that it says", "[policy_page]") 
     for (const auto& row : *table) {
       std::string option = row.at(0);
       const bool given = holds(option, "TOKENS");  // No default: that it parses is all.
-      option = replaced(replaced(replaced(option, "TOKENS", "512"), "CHANNELS", "16"), "SHARE", "0.9");
+      option = replaced(replaced(replaced(replaced(option, "TOKENS", "512"), "CHANNELS", "16"), "SHARE", "0.9"),
+                        "LOGITS", "4");
       CAPTURE(option);
       const std::size_t list = is_source ? option.find(':') : holds(option, "(") ? std::string::npos : option.find(',');
       const bool has_default = is_source || list != std::string::npos || (holds(option, "=") && option == row.at(0));

@@ -39,6 +39,13 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
     expect(complaint(std::string(text) + " | rest=mean"), {"4-bit scores of all tokens", "exact | int4", "rest=none"});
   expect(complaint("sluice | rest=mean | bypass=0.8"), {"bypass=off", "rest=none"});
   expect(complaint("sluice | rest=median"), {"\"median\"", "is no rest; there are none and mean"});
+  expect(complaint("exact | within=4"), {"needs exact alone", "exact | skewed=20% | within=4"});
+  expect(complaint("exact+pages | skewed=20% | within=4"), {"needs exact alone"});
+  expect(complaint("exact | skewed=20%"), {"for within", "within=4"});
+  expect(complaint("exact | rehearsed"), {"rehearsed queries", "drop rehearsed"});
+  expect(complaint("full | rehearsed"), {"rehearsed queries", "drop rehearsed"});
+  expect(complaint("infinigen | dense=0"), {"before the first", "dense=1"});
+  expect(complaint("infinigen | bypass=0.9"), {"bypass works with"});
   REQUIRE(unsupported_reasons(parse_policy("exact | int4 | top_p=0.9 | bypass=0.9")).empty());
   PolicySpec spec = parse_policy("lsh | sampled");
   spec.sources = static_cast<std::uint8_t>(Source::history);
@@ -77,6 +84,8 @@ TEST_CASE("complaints name the word, where it is, and what exists", "[policy_tex
   expect(complaint("exact | channels"), {"\"channels\" at character 9 needs a value"});
   expect(complaint("exact | channels=x"), {"\"x\" at character 18 is not a whole number"});
   expect(complaint("exact | hadamard=2"), {"\"2\" at character 18", "no value"});
+  expect(complaint("exact | skewed=20% | rehearsed=1 | within=4"), {"\"1\" at character 32", "no value"});
+  expect(complaint("exact | skewed=20% | within=4,budget=1"), {"\"budget\"", "no key of within", "alpha, most"});
   expect(complaint("snapshot:pooling=min"), {"\"min\" at character 18 is no pooling", "max, mean"});
   expect(complaint("snapshot:alpha=1"), {"\"alpha\" at character 10 is no key of snapshot", "budget, window, kernel"});
   expect(complaint("exact | verified=0.1,mass=1"),
@@ -92,6 +101,9 @@ TEST_CASE("options that the policy never reads are refused", "[policy_text]") {
   expect(complaint("topk:rule=mean"), {"means nothing here", "progressive"});
   expect(complaint("topk:delta=0.1"), {"means nothing here", "verified"});
   expect(complaint("topk:floor=0.1"), {"means nothing here", "snapshot"});
+  expect(complaint("topk:ratio=10%"), {"means nothing here", "skewed"});
+  expect(complaint("infinigen:budget=400"), {"write most=COUNT"});
+  expect(complaint("infinigen:mass=0.9"), {"no share of the softmax mass"});
   expect(complaint("vattention:mass=0.9"), {"\"0.9\"", "no share of the softmax mass"});
   REQUIRE(complaint("full:near=20%,sinks=2,recent=9,dense=1").empty());
 }
@@ -106,6 +118,8 @@ TEST_CASE("values out of range are refused with field and range", "[policy_text]
   expect(complaint("lfps:local=4097"), {"history.local_tokens"});
   expect(complaint("lfps:budget=0"), {"budget.min_tokens is 0"});
   expect(complaint("lfps:budget=101%"), {"budget.share is 1.01"});
+  expect(complaint("infinigen:alpha=0"), {"budget.alpha is 0", "(0, 1000]"});
+  expect(complaint("infinigen:ratio=0%"), {"skewed_share is 0", "(0, 1]"});
   expect(complaint("lfps:bypass=1.5"), {"bypass_threshold"});
   expect(complaint("pages:pages=0"), {"pages.min_pages is 0"});
   expect(complaint("pages:pages=-2%"), {"\"-2%\" at character 13 is not a share"});
@@ -187,8 +201,8 @@ TEST_CASE("a value that names nothing is refused with its field", "[policy_text]
   };
   expect(refused([](PolicySpec& spec) { spec.history.tables = static_cast<HistoryTables>(3); }),
          {"history.tables is 3", "[0, 2]"});
-  expect(refused([](PolicySpec& spec) { spec.estimate = static_cast<Estimate>(4); }), {"estimate is 4", "[0, 3]"});
-  expect(refused([](PolicySpec& spec) { spec.budget.kind = static_cast<BudgetKind>(6); }), {"budget.kind is 6"});
+  expect(refused([](PolicySpec& spec) { spec.estimate = static_cast<Estimate>(5); }), {"estimate is 5", "[0, 4]"});
+  expect(refused([](PolicySpec& spec) { spec.budget.kind = static_cast<BudgetKind>(7); }), {"budget.kind is 7"});
   expect(refused([](PolicySpec& spec) { spec.budget.rule = static_cast<ProgressRule>(4); }), {"budget.rule is 4"});
   expect(refused([](PolicySpec& spec) { spec.snapshot.pooling = static_cast<Pooling>(2); }), {"snapshot.pooling is 2"});
   expect(refused([](PolicySpec& spec) { spec.pages.digest = static_cast<DigestKind>(2); }), {"pages.digest is 2"});

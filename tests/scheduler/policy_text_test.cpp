@@ -29,6 +29,7 @@ TEST_CASE("presets are valid, parse to themselves and have distinct words", "[po
       {"adakv", "snapshot:floor=20% | top_k=all | near=0%,sinks=0,recent=0"},
       {"vattention", "exact | verified=0.1 | near=0%,sinks=128,recent=128"},
       {"adamas", "exact | hadamard | top_k=128 | near=0%,sinks=4,recent=0 | dense=2"},
+      {"infinigen", "exact | skewed=20% | rehearsed | within=4,most=max(1, 20%) | near=0%,sinks=0,recent=1 | dense=2"},
       {"lfps", "history | top_k=max(64, 2%) | near=0%,sinks=4,recent=0 | bypass=sink:0.85"},
       {"sluice", "exact | int4 | top_k=max(64, 1%) | near=0%,sinks=4,recent=128 | page=16"},
   };
@@ -71,6 +72,9 @@ TEST_CASE("a composition's words parse back to it", "[policy_text]") {
       "snapshot:budget=99,pooling=mean,floor=3%+exact | int4 | top_p=0.7",
       "adamas | page=8",
       "vattention:heavy=99,delta=1%",
+      "infinigen:alpha=5,most=400,ratio=10%",
+      "infinigen | dense=1 | far=2%",
+      "exact | skewed=0.3 | within=2.5",
       "clusters:size=16 | int4 | fitted=0.8 | near=0%",
       "exact | int4 | verified=3%,delta=0.2,heavy=max(9, 5%),sample=7%",
       "pages:box | progressive=98%,microbatch=7,rule=certified | page=32",

@@ -39,6 +39,7 @@ constexpr const char* kForgetful[] = {
     "exact | top_k=20 | near=0 | bypass=sink:0.3",
     "exact | channels=4 | top_k=20 | near=0,sinks=0,recent=3",
     "exact | hadamard | top_k=20 | near=0",
+    "exact | skewed=30% | within=2,most=25% | near=0,sinks=0,recent=1",
     "pages+lsh:bits=4,tables=20 | channels=3 | top_k=20 | near=0",
     "snapkv:budget=40,window=16",
     "adakv:budget=60,window=16,pyramid=20",

@@ -32,7 +32,7 @@ Teller begin(Engine& engine, const EngineRig& rig, const Story& story, const cha
 }
 
 Bucket bucket_of(std::uint32_t drafts) {
-  return {.decode_rows = 2 * drafts, .drafts = drafts, .unbounded = true, .pages = true};
+  return {.decode_rows = 2 * drafts, .drafts = drafts, .unbounded = true, .pages = true, .rehearsed = true};
 }
 
 }  // namespace
@@ -45,7 +45,8 @@ TEST_CASE("the first row of a team gets what its policy gives it alone, whatever
                                  "pages | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16",
                                  "history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16",
                                  "history+pages:share=0.2,min_pages=1 | top_p=0.9 | near=0,sinks=4,recent=3",
-                                 "exact | top_k=9 | near=0,sinks=2 | dense=1"};
+                                 "exact | top_k=9 | near=0,sinks=2 | dense=1",
+                                 "infinigen:alpha=1 | dense=1"};
   const auto [policy, near, placement, windows] =
       GENERATE_COPY(grid(kPolicies, std::array{0u, 9u}, std::array{PlacementMode::hybrid, PlacementMode::stream},
                          std::array{false, true}));
@@ -112,10 +113,12 @@ TEST_CASE("teams that are taken back one after another leave their policy as it 
 }
 
 TEST_CASE("drafts attend everything before them where the policy of their team chooses all of it", "[engine][drafts]") {
-  constexpr std::array kPolicies{"exact | top_k=400 | near=0,sinks=2,recent=6", "tactic:least=400 | near=0",
+  constexpr std::array kPolicies{"exact | top_k=400 | near=0,sinks=2,recent=6",
+                                 "tactic:least=400 | near=0",
                                  "tactic:least=64,size=4,recluster=64 | int4 | fitted=1",
                                  "pages | progressive=1,microbatch=2 | near=0,sinks=4,recent=16",
-                                 "history:observe_every=3 | top_k=400 | near=0,sinks=4,recent=0"};
+                                 "history:observe_every=3 | top_k=400 | near=0,sinks=4,recent=0",
+                                 "infinigen:alpha=1000,most=100% | dense=1"};
   const auto [policy, near, placement] =
       GENERATE_COPY(grid(kPolicies, std::array{0u, 9u, 40u}, std::array{PlacementMode::hybrid, PlacementMode::stream}));
   CAPTURE(policy, near, static_cast<int>(placement));

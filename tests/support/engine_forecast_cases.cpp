@@ -15,6 +15,7 @@ using namespace std::chrono_literals;
 namespace {
 
 constexpr const char* kPlain = "history | int4 | top_k=20 | near=0,sinks=4,recent=20";
+constexpr const char* kShare = "history | int4 | top_p=0.8 | near=0,sinks=4,recent=20";
 
 /// `ahead`: with what histories propose written down before it is needed; else the CPU chooses.
 EngineOptions forecasting(const EngineRig& rig, std::uint32_t rows, std::uint32_t near, bool ahead) {
@@ -66,9 +67,12 @@ TEST_CASE("of what history proposes ahead the device chooses what the CPU would 
   constexpr std::array kPolicies{
       kPlain,
       "history:observe_every=4 | int4 | top_k=20 | near=0,sinks=4,recent=20",
+      "history | int4 | top_p=0.7 | near=0,sinks=4,recent=20",
       "history:share_group=on,observe_near=off | int4 | top_k=12 | near=0,sinks=0,recent=16",
       "history:limit=0.3,alpha=0.4 | int4 | top_k=30 | near=0,sinks=2,recent=33 | dense=1",
       "history:tables=slash,expand=off | int4 | top_k=9 | near=0,sinks=4,recent=20 | far=120",
+      "history:observe_every=4,share_group=on | int4 | top_p=0.9 | near=0,sinks=4,recent=16",
+      "history:alpha=3 | int4 | top_p=0.95 | near=0,sinks=0,recent=33 | dense=1 | far=120",
       "history:alpha=3 | int4 | top_k=60 | near=0,sinks=4,recent=20"};
   const auto [text, near] = GENERATE_COPY(grid(few<3>(kPolicies), std::array{0u, 9u}));
   CAPTURE(text, near);
@@ -82,12 +86,37 @@ TEST_CASE("of what history proposes ahead the device chooses what the CPU would 
   REQUIRE((got.stats.estimated > 0) == (rig.device->info().handover == Handover::device));
 }
 
+TEST_CASE("a share of the mass is the CPU's choice where the bucket has no room for the device's",
+          "[engine][forecast]") {
+  const EngineRig rig = engine_rig();
+  const Story story = story_of(rig, 200, 67);
+  EngineOptions options = forecasting(rig, 1, 9, true);
+  options.largest.unbounded = false;
+  const Said got = say(rig, story, parse_policy(kShare), 180, options);
+  options.forecasts = false;
+  require_same(rig, got, say(rig, story, parse_policy(kShare), 180, options));
+  REQUIRE(got.stats.estimated == 0);
+}
+
+TEST_CASE("forecasts tell what comes over the link, too", "[engine][forecast]") {
+  const auto text = GENERATE(kPlain, kShare);
+  CAPTURE(text);
+  const EngineRig rig = engine_rig();
+  const Story story = story_of(rig, 200, 68);
+  EngineOptions options = forecasting(rig, 1, 9, true);
+  options.placement = PlacementMode::stream;
+  const Said got = say(rig, story, parse_policy(text), 180, options);
+  require_same(rig, got, say(rig, story, parse_policy(text), 180, forecasting(rig, 1, 9, false)));
+  REQUIRE(got.stats.fetched_tokens > 0);
+}
+
 TEST_CASE("histories that know nothing yet are no forecast, from the first token on", "[engine][forecast]") {
   const auto prompt = GENERATE(0u, 1u, 16u, 79u);
-  CAPTURE(prompt);
+  const auto text = GENERATE(kPlain, kShare);
+  CAPTURE(prompt, text);
   const EngineRig rig = engine_rig();
   const Story story = story_of(rig, 100, 62);
-  const PolicySpec policy = parse_policy(kPlain);
+  const PolicySpec policy = parse_policy(text);
   require_same(rig, say(rig, story, policy, prompt, forecasting(rig, 1, 6, true)),
                say(rig, story, policy, prompt, forecasting(rig, 1, 0, false)));
 }
@@ -135,7 +164,8 @@ TEST_CASE("in batches with others, of any policy, forecasts are those that they 
       {{.policy = kPlain, .prompt = 150},
        {.policy = "lfps", .prompt = 131},
        {.policy = "exact | int4 | top_k=9 | near=0,sinks=2,recent=6", .prompt = 64},
-       {.policy = "history:observe_every=3 | int4 | top_k=9 | near=0,sinks=2,recent=16", .prompt = 97}});
+       {.policy = "history:observe_every=3 | int4 | top_k=9 | near=0,sinks=2,recent=16", .prompt = 97},
+       {.policy = kShare, .prompt = 140}});
 }
 
 TEST_CASE("forwards that are planned ahead, taken back or late find their forecasts", "[engine][forecast]") {

@@ -25,6 +25,7 @@ TEST_CASE("a sequence that was parked and resumed attends the same, bit for bit"
                                  "adakv:budget=60",
                                  "vattention:heavy=16 | near=0,sinks=4,recent=16",
                                  "adamas:budget=30",
+                                 "infinigen:alpha=1 | dense=1",
                                  "twilight | near=0",
                                  "arkvale",
                                  "psa",
@@ -63,7 +64,7 @@ TEST_CASE("a policy that was built in code comes back with its sequence, whateve
     const bool bypasses_int4 = newest.estimate == Estimate::int4 && newest.bypass_threshold > 0.f;
     const bool starved = newest.far.min_tokens <
                          scheduler::least_far_tokens(newest, scheduler::row_shape(kShape, EngineOptions{}.page_tokens));
-    const bool on_host = newest.rest != Rest::none && rig.on_gpu;
+    const bool on_host = newest.rest != RestKind::none && rig.on_gpu;
     if (newest.near.share != 0.f || bypasses_int4 || starved || on_host) policies.pop_back();
   }
   for (const PolicySpec& policy : policies) {

@@ -19,11 +19,12 @@ inline constexpr std::uint32_t kChunk = 100;
 inline const std::size_t kRow = std::size_t{kShape.q_heads} * kShape.head_dim;
 
 inline EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::uint32_t near) {
-  EngineOptions options{.shape = kShape,
-                        .kv_dtype = rig.kv_dtype,
-                        .largest = {.decode_rows = rows, .prefill_rows = kChunk, .prefills = 2, .unbounded = true},
-                        .threads = 2,
-                        .pin_threads = false};
+  EngineOptions options{
+      .shape = kShape,
+      .kv_dtype = rig.kv_dtype,
+      .largest = {.decode_rows = rows, .prefill_rows = kChunk, .prefills = 2, .unbounded = true, .rehearsed = true},
+      .threads = 2,
+      .pin_threads = false};
   options.host_bytes = 100 * block_bytes(options);
   options.near_bytes = near * near_block_bytes(options);
   options.sequences = 8;

@@ -23,7 +23,9 @@ TEST_CASE("policies that choose on the CPU attend what they attend by themselves
       "snapkv:budget=90,window=16",
       "adakv:budget=90,pyramid=4",
       "exact | verified=0.2,heavy=16 | near=0,sinks=4,recent=20",
-      "exact | hadamard | top_k=40 | near=0 | dense=1"};
+      "exact | hadamard | top_k=40 | near=0 | dense=1",
+      "infinigen:alpha=1 | dense=1",
+      "exact | skewed=50% | within=1.5,most=60 | near=0,sinks=4,recent=9"};
   const auto [text, near] = GENERATE_COPY(grid(few<6>(kPolicies), std::array{0u, 7u}));
   CAPTURE(text, near);
   const EngineRig rig = engine_rig();
@@ -80,6 +82,7 @@ TEST_CASE("a batch of policies of the CPU and of the device attends what each do
                          {"exact | int4 | top_k=30 | near=0,sinks=4,recent=12", 90},
                          {"magicpig", 170},
                          {"topk", 33},
+                         {"infinigen:alpha=1 | dense=1", 120},
                          {"none | near=0,sinks=4,recent=30", 64}});
 }
 
@@ -104,6 +107,62 @@ TEST_CASE("all of the clusters' mass is dense attention, and nearly so is a samp
   while (teller.at < story.tokens()) {  // Past where new tokens are clustered.
     const std::vector<float> out = decode(engine, rig, teller);
     REQUIRE(error_of(out, story, teller.at - 1) < (clusters ? tolerance(rig) : 2e-2));
+  }
+}
+
+TEST_CASE("rehearsed queries that are missing are asked for, and those that nobody wants ignored", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 130, 52);
+  const PolicySpec policy = parse_policy("infinigen:alpha=2 | dense=1");
+  EngineOptions options = options_for(rig, 1, 0);
+  options.largest.rehearsed = false;
+  {
+    Engine engine(options, rig.device);
+    const Refusal refusal = refusal_of([&] { (void)engine.begin(policy); });
+    REQUIRE(refusal.code == Errc::unsupported);
+    REQUIRE(refusal.text.find("Bucket::rehearsed") != std::string::npos);
+  }
+  make_room_for(policy, 130, options);
+  REQUIRE(options.largest.rehearsed);
+  Engine engine(options, rig.device);
+  Teller teller{.story = &story, .id = engine.begin(policy)};
+  prefill(engine, rig, teller, 128);
+  ForwardTensors tensors(*rig.device, kShape, 1);
+  tensors.set(0, story, 128);
+  Bucket bucket{.decode_rows = 1, .unbounded = true};
+  const std::vector<PlanItem> items = one_each(std::array{teller.id});
+  const Refusal unplanned = refusal_of([&] { (void)engine.plan(items, bucket, rig.stream); });
+  REQUIRE(unplanned.code == Errc::invalid_argument);
+  REQUIRE(unplanned.text.find("rehearsed queries") != std::string::npos);
+  bucket.rehearsed = true;
+  const Batch batch = engine.plan(items, bucket, rig.stream);
+  tensors.attend_layer(engine, bucket, 0, rig.stream);
+  const std::vector<float> zeros(kRow);
+  const auto view = [&](std::uint32_t heads) {
+    return dense_view(zeros.data(), DType::f32, 1, heads, kShape.head_dim);
+  };
+  std::vector<float> out(kRow);
+  const Refusal missing = refusal_of([&] {
+    engine.attend(bucket, LayerId{1}, view(kShape.q_heads), view(kShape.kv_heads), view(kShape.kv_heads),
+                  dense_view(out.data(), DType::f32, 1, kShape.q_heads, kShape.head_dim), rig.stream);
+  });
+  REQUIRE(missing.code == Errc::invalid_argument);
+  REQUIRE(missing.text.find("layer 1 comes without") != std::string::npos);
+  for (std::uint32_t layer = 1; layer < kShape.layers; ++layer)  // Nothing of it was enqueued.
+    tensors.attend_layer(engine, bucket, layer, rig.stream);
+  engine.finish(batch);
+  REQUIRE(engine.tokens(teller.id) == 129);
+}
+
+TEST_CASE("rehearsed with all there is allowed, attention is dense", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, 240, 53);
+  Engine engine(options_for(rig, 1, GENERATE(0u, 7u)), rig.device);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("infinigen:alpha=1000,most=100% | dense=1"))};
+  prefill(engine, rig, teller, 215);
+  while (teller.at < story.tokens()) {
+    const std::vector<float> out = decode(engine, rig, teller);
+    REQUIRE(error_of(out, story, teller.at - 1) < tolerance(rig));
   }
 }
 

@@ -51,6 +51,16 @@ std::vector<Teller*> all_of(std::vector<Teller>& tellers) {
 
 double same(const EngineRig& rig) { return rig.kv_dtype == DType::f32 ? 2e-5 : 2e-3; }
 
+/// The next tokens, up to this one, as a prompt's.
+void read_on(Engine& engine, const EngineRig& rig, Teller& teller, std::uint32_t tokens) {
+  const Bucket bucket = engine.options().largest;
+  ForwardTensors tensors(*rig.device, kShape, bucket.rows());
+  for (std::uint32_t i = 0; teller.at + i < tokens; ++i) tensors.set(i, *teller.story, teller.at + i);
+  const PlanItem item{.sequence = teller.id, .tokens = tokens - teller.at, .prefill = true};
+  (void)run_batch(engine, rig, tensors, {&item, 1}, bucket);
+  teller.at = tokens;
+}
+
 /// Verbs that refuse the next plan if they are told to.
 class RefusingVerbs final : public ForwardingVerbs {
  public:
@@ -109,9 +119,9 @@ TEST_CASE("of several sequences rows come near, and nothing else changes, batche
   }
   REQUIRE(bare.stats().promoted == 0);
   REQUIRE(cached.stats().promoted != 0);
-  // The same tokens in every step: each layer's first turn brings them.
+  // The same tokens in every step: each layer's first turn, of seven forwards one, lists them; two later they are near.
   REQUIRE(far[kNearTurn - 1] > far[0]);
-  REQUIRE(far.back() == far[kNearTurn]);
+  REQUIRE(far.back() == far[2 * kNearTurn]);
 }
 
 TEST_CASE("rows that a forward was to bring near are attended all the same when it is taken back", "[engine][near]") {
@@ -171,4 +181,42 @@ TEST_CASE("rows that are on their way come near although plans between are refus
   }
   REQUIRE(promoted != 0);
   REQUIRE(cached.memory().near_pages_used <= cached.memory().near_pages);
+}
+
+TEST_CASE("what is written anew while it is on its way near is attended as it is now", "[engine][near]") {
+  const EngineRig rig = engine_rig();
+  const auto stories = stories_of(kPrompt + 60);
+  const Story other(kShape, kPrompt + 60, 77);
+  const std::uint32_t decoded = GENERATE(1u, 2u, 3u, 4u);  // So that each layer's turn is just before the cut.
+  CAPTURE(decoded);
+  const auto with = [&](std::uint32_t near) {
+    EngineOptions options = options_for(rig, kRows, near);
+    options.largest.prefills = 1;
+    options.largest.prefill_rows = 8;
+    return options;
+  };
+  Engine bare(with(0), rig.device);
+  // Near rows that recent tokens may have and prompts may not: those that others have had for less than 32 forwards.
+  Engine cached(with(6), rig.device);
+  auto want_tellers = begin_all(bare, rig, stories);
+  auto tellers = begin_all(cached, rig, stories);
+  ForwardTensors tensors(*rig.device, kShape, bare.options().largest.rows());
+  const auto compare = [&] {
+    const auto want = run_forward(bare, rig, tensors, all_of(want_tellers));
+    const auto got = run_forward(cached, rig, tensors, all_of(tellers));
+    for (std::uint32_t row = 0; row < kRows; ++row) REQUIRE(difference(got[row], want[row]) < same(rig));
+  };
+  for (std::uint32_t round = 0; round < 6; ++round) {
+    CAPTURE(round);
+    for (std::uint32_t i = 0; i < decoded; ++i) compare();
+    for (auto [engine, all] : {std::pair(&bare, &want_tellers), {&cached, &tellers}}) {
+      Teller& teller = (*all)[round % kRows];
+      const std::uint32_t at = teller.at;
+      engine->truncate(teller.id, teller.at = at - 6);
+      teller.story = round % 2 == 0 ? &other : &stories[round % kRows];
+      read_on(*engine, rig, teller, at);
+    }
+    for (std::uint32_t i = 0; i < 3; ++i) compare();
+  }
+  REQUIRE(cached.stats().promoted != 0);
 }

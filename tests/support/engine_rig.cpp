@@ -63,7 +63,8 @@ void ForwardTensors::attend_layer(Engine& engine, const Bucket& bucket, std::uin
     return dense_view(data, DType::f32, bucket.rows(), heads, shape_.head_dim);
   };
   engine.attend(bucket, LayerId{layer}, in(at.q, shape_.q_heads), in(at.k, shape_.kv_heads), in(at.v, shape_.kv_heads),
-                dense_view(at.out, DType::f32, bucket.rows(), shape_.q_heads, shape_.head_dim), stream, at.lse);
+                dense_view(at.out, DType::f32, bucket.rows(), shape_.q_heads, shape_.head_dim), stream, at.lse,
+                bucket.rehearsed && layer != 0 ? in(parts(layer - 1).q, shape_.q_heads) : TensorView{});
 }
 
 std::vector<float> ForwardTensors::out(std::uint32_t row) const {

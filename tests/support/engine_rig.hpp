@@ -84,7 +84,7 @@ class ForwardTensors {
   void set(std::uint32_t row, const Story& story, std::uint32_t token);
   /// Enqueues all layers of the largest bucket.
   void attend(Engine& engine, void* stream) { attend(engine, engine.options().largest, stream); }
-  /// Enqueues one.
+  /// Enqueues one. If the bucket has rehearsed queries, they are those of the layer before.
   void attend_layer(Engine& engine, const Bucket& bucket, std::uint32_t layer, void* stream);
   /// Outputs of a row, all layers: [layers, q_heads, head_dim].
   [[nodiscard]] std::vector<float> out(std::uint32_t row) const;

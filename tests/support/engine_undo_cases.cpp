@@ -31,6 +31,7 @@ const std::vector<const char*> kPolicies = {"lfps",
                                             "adakv:budget=60,window=16",
                                             "exact | verified=0.2,heavy=16 | near=0,sinks=4,recent=20",
                                             "exact | hadamard | top_k=24 | near=0",
+                                            "infinigen:alpha=1 | dense=1",
                                             kHistory};
 
 EngineOptions options_of(const EngineRig& rig) { return paged_options(rig, 2, 9, DigestKind::cuboid_mean); }

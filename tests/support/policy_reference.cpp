@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <numeric>
+#include <optional>
 
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/partial.hpp"
@@ -50,7 +51,7 @@ runtime::HostKv Reference::reader(std::uint32_t layer, std::uint32_t kv_head, st
   runtime::HostKv kv(host_, shape_,
                      {.base = pages_[layer * shape_.kv_heads + kv_head].data(), .frames = frames_.data(), .layout = layout_});
   // The device copies keys as they come.
-  const bool all = policy_.budget.kind == BudgetKind::fitted;
+  const bool all = policy_.budget.kind == BudgetKind::fitted || scheduler::copies_open_page(policy_, kPageTokens);
   kv.use_codes(tokens == 0 ? 0 : all ? static_cast<std::uint32_t>(frames_.size()) : (tokens - 1) / kPageTokens);
   return kv;
 }
@@ -108,6 +109,29 @@ void Reference::rank(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t p
   }
 }
 
+/// A layer at the token that is decoded; what is rehearsed are the queries of the layer before, as ForwardTensors has
+/// it.
+class Reference::Layer final : public scheduler::LayerReader {
+ public:
+  Layer(Reference& of, std::uint32_t layer) : of_(of), layer_(layer) {}
+  [[nodiscard]] std::uint64_t step() const noexcept override { return of_.at_ + std::uint64_t{1}; }
+  [[nodiscard]] const float* q(std::uint32_t kv_head) const noexcept override { return query(layer_, kv_head); }
+  [[nodiscard]] const float* rehearsed(std::uint32_t kv_head) const noexcept override {
+    return layer_ == 0 ? nullptr : query(layer_ - 1, kv_head);
+  }
+  [[nodiscard]] scheduler::KvReader& kv(std::uint32_t kv_head) override {
+    return kv_.emplace(of_.reader(layer_, kv_head, of_.at_ + 1));
+  }
+
+ private:
+  [[nodiscard]] const float* query(std::uint32_t layer, std::uint32_t kv_head) const noexcept {
+    return of_.story_.q(layer, of_.at_) + std::size_t{kv_head} * of_.shape_.group() * of_.shape_.head_dim;
+  }
+  Reference& of_;
+  std::uint32_t layer_;
+  std::optional<runtime::HostKv> kv_;
+};
+
 Reference::Attended Reference::choose(std::uint32_t layer, std::uint32_t kv_head) {
   const std::uint32_t tokens = at_ + 1;
   const ForwardRow row =
@@ -128,13 +152,16 @@ Reference::Attended Reference::choose(std::uint32_t layer, std::uint32_t kv_head
   const scheduler::NearSet near{
       .sink_end = row.sink_end, .recent_begin = row.recent_begin, .page_tokens = kPageTokens};
   scheduler::SelectCounters counters;
+  Layer whole(*this, layer);
   layers_[layer]->select({.kv_head = kv_head,
                           .tokens = tokens,
-                          .q = story_.q(layer, at_) + std::size_t{kv_head} * shape_.group() * shape_.head_dim,
+                          .q = whole.q(kv_head),
+                          .rehearsed = whole.rehearsed(kv_head),
                           .ranked_pages = ranked,
                           .page_scores = progressive ? scores : std::vector<float>{},
                           .near = &near,
-                          .kv = &kv},
+                          .kv = &kv,
+                          .layer = &whole},
                          attended.selected, attended.bypass, counters);
   const std::uint32_t all = ~attended.bypass.heads;
   for (const PageRun& run : attended.selected.runs)

@@ -45,6 +45,7 @@ class Reference {
     Bypass bypass;
     std::vector<std::uint32_t> heads;  ///< [tokens] bit h: query head h attends it
   };
+  class Layer;
   void take(std::uint32_t tokens, bool queries);
   void append(std::uint32_t token);
   /// The policies look at all there is, with the queries of the prompt's newest tokens.

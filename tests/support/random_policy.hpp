@@ -38,9 +38,11 @@ inline void fill_randomly(PolicySpec& spec, std::mt19937& rng) {
   maybe(spec.snapshot.pooling, Pooling::mean);
   maybe(spec.snapshot.pyramid, 1 + below(30));
   maybe(spec.snapshot.floor, share());
-  maybe(spec.estimate, static_cast<Estimate>(below(4)));
+  maybe(spec.estimate, static_cast<Estimate>(below(5)));
+  maybe(spec.skewed_share, 0.01f + 0.9f * share());
+  maybe(spec.rehearsed, true);
   maybe(spec.label_channels, 1 + below(40));
-  spec.budget.kind = static_cast<BudgetKind>(below(6));
+  spec.budget.kind = static_cast<BudgetKind>(below(7));
   maybe(spec.budget.min_tokens, 1 + below(99));
   maybe(spec.budget.share, share());
   maybe(spec.budget.mass, 0.01f + 0.9f * share());
@@ -48,6 +50,7 @@ inline void fill_randomly(PolicySpec& spec, std::mt19937& rng) {
   maybe(spec.budget.error, 0.01f + 0.9f * share());
   maybe(spec.budget.delta, 0.01f + 0.4f * share());
   maybe(spec.budget.sample, 0.01f + 0.9f * share());
+  maybe(spec.budget.alpha, 0.01f + 20.f * share());
   maybe(spec.budget.rule, static_cast<ProgressRule>(below(4)));
   maybe(spec.far, FarOptions{.min_tokens = below(5000), .share = share()});
   maybe(spec.near.sink_tokens, below(20));
@@ -56,7 +59,7 @@ inline void fill_randomly(PolicySpec& spec, std::mt19937& rng) {
   maybe(spec.dense_layers, below(3));
   maybe(spec.dense_every, below(5));
   maybe(spec.page_tokens, 8u << below(6));
-  maybe(spec.rest, Rest::mean);
+  maybe(spec.rest, RestKind::mean);
 }
 
 /// A valid one.

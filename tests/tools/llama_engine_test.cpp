@@ -31,8 +31,10 @@ TEST_CASE("the golden tokens come out of planned forwards", "[llama][golden][eng
                              {"exact | int4 | top_k=all | near=0", 2048, 64, 0},
                              {"exact | int4 | top_p=1 | near=0", 300, 32, 2 * MiB},
                              {"exact | top_k=all | near=0", 300, 16, 2 * MiB},
+                             {"infinigen:alpha=1000,most=100% | dense=1", 300, 16, 2 * MiB},
                              {"history+exact | top_k=all | near=0,sinks=4,recent=8", 100, 32, 0}}));
   EngineOptions options = test::engine_options(testbed_model(), DType::f32, chunk);
+  options.largest.rehearsed = parse_policy(policy).rehearsed;
   options.page_tokens = page_tokens;
   options.near_bytes = near_bytes;
   options.placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
@@ -43,7 +45,8 @@ TEST_CASE("an imported prompt decodes as the prefilled one did", "[llama][engine
   // With chunks of 100 tokens the recorded queries span some.
   EngineOptions options =
       test::engine_options(testbed_model(), GENERATE(DType::f32, DType::bf16), GENERATE(100u, 512u));
-  const char* policy = GENERATE("full", "streaming", "topk", "lfps", "sluice");
+  const char* policy = GENERATE("full", "streaming", "topk", "lfps", "sluice", "infinigen");
+  options.largest.rehearsed = parse_policy(policy).rehearsed;
   CAPTURE(policy, options.largest.prefill_rows, to_string(options.kv_dtype));
   test::check_imported(testbed_model(), nullptr, options, policy, 1e-3f);
 }

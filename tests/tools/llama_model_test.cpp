@@ -4,6 +4,7 @@
 #include "tests/support/catch.hpp"
 #include "tests/tools/llama_fake_attention.hpp"
 #include "tests/tools/llama_golden.hpp"
+#include "tests/tools/llama_model_files.hpp"
 #include "tools/llama/model.hpp"
 #include "tools/llama/sampler.hpp"
 
@@ -92,4 +93,39 @@ TEST_CASE("a token outside the vocabulary is refused before attention is asked",
                     Error);
   }
   CHECK_FALSE(asked);
+}
+
+TEST_CASE("a rehearsed query is the layer's own where the layer before adds nothing, and is given if asked for",
+          "[llama]") {
+  const bool adds = GENERATE(false, true);
+  const bool asked = GENERATE(true, false);
+  CAPTURE(adds, asked);
+  test::TinyModel files;
+  files.dtype = "F32";
+  const char* const products[] = {"model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"};
+  for (const char* name : products) files.scales[name] = adds ? 300.f : 0.f;
+  const test::TemporaryDirectory directory;
+  files.write(directory.path());
+  const Model model(directory.path(), {.threads = 1});
+  Activations work;
+  work.rehearse = asked;
+  PlainAttention attention(model.config().shape());
+  std::uint32_t layers = 0;
+  const auto attend = [&](const AttentionCall& call) {
+    attention(call);
+    ++layers;
+    REQUIRE(call.rehearsed.tokens == (asked && call.layer.value == 1 ? call.q.tokens : 0));
+    float largest = 0.f;
+    for (std::uint32_t row = 0; row < call.rehearsed.tokens; ++row) {
+      for (std::uint32_t head = 0; head < call.q.heads; ++head) {
+        const auto* const q = reinterpret_cast<const float*>(call.q.row(row, head));
+        const auto* const rehearsed = reinterpret_cast<const float*>(call.rehearsed.row(row, head));
+        for (std::uint32_t c = 0; c < call.q.head_dim; ++c) largest = std::max(largest, std::abs(q[c] - rehearsed[c]));
+      }
+    }
+    if (call.rehearsed.tokens != 0) REQUIRE((adds ? largest > 1e-4f : largest == 0.f));
+  };
+  const std::vector<PlacedToken> tokens = {{3, 0}, {9, 1}, {20, 2}};
+  model.forward(tokens, attend, work);
+  REQUIRE(layers == 2);
 }

@@ -65,6 +65,7 @@ struct HostActivations final : Activations::Memory {
   std::vector<float> residual;  ///< [rows, hidden]
   std::vector<float> normed;    ///< [rows, hidden]
   std::vector<float> qkv;       ///< [rows, q_heads + 2 * kv_heads, head_dim]
+  std::vector<float> rehearsed;  ///< [rows, q_heads, head_dim] what is rehearsed of the next layer's queries
   std::vector<float> attended;  ///< [rows, q_heads, head_dim]
   std::vector<float> gate_up;   ///< [rows, 2, intermediate]
   std::vector<float> rotation;  ///< [rows, 2, head_dim / 2]: cosines, then sines
@@ -123,10 +124,15 @@ class HostEngine final : public Engine {
 
   /// y (=, +=) x w^T over all rows.
   void multiply(const Linear& w, std::uint32_t rows, Rows<const float> x, Rows<float> y, Into into) const {
+    multiply(w, w.outs, rows, x, y, into);
+  }
+  /// By the first `outs` rows of w alone.
+  void multiply(const Linear& w, std::uint32_t outs, std::uint32_t rows, Rows<const float> x, Rows<float> y,
+                Into into) const {
     const std::uint64_t step_outs = std::max<std::uint64_t>(kStepBytes / (w.inner * sizeof(float)), 1);
     const std::uint32_t block_outs = rows <= kVectorRows ? static_cast<std::uint32_t>(step_outs) : kBlockOuts;
     const auto row_blocks = static_cast<std::uint32_t>(div_up(rows, kBlockRows));
-    const auto out_blocks = static_cast<std::uint32_t>(div_up(w.outs, block_outs));
+    const auto out_blocks = static_cast<std::uint32_t>(div_up(outs, block_outs));
     parallel(row_blocks * out_blocks, [&](std::uint32_t task) {
       const std::uint32_t row = task / out_blocks * kBlockRows;
       const std::uint32_t out = task % out_blocks * block_outs;
@@ -135,7 +141,7 @@ class HostEngine final : public Engine {
                           .y = y.data + row * y.stride + out,
                           .rows = std::min(kBlockRows, rows - row),
                           .inner = w.inner,
-                          .outs = std::min(block_outs, w.outs - out),
+                          .outs = std::min(block_outs, outs - out),
                           .x_stride = x.stride,
                           .y_stride = y.stride,
                           .into = into});
@@ -150,7 +156,11 @@ class HostEngine final : public Engine {
   }
 
   void start(std::span<const PlacedToken> tokens, HostActivations& work) const;
-  void attention(const Layer& layer, LayerId id, const Attend& attend, HostActivations& work) const;
+  /// What the next layer's query weights make of the attention input.
+  void rehearse(const Layer& next, HostActivations& work) const;
+  /// @param rehearsed  as in AttentionCall
+  void attention(const Layer& layer, LayerId id, const TensorView& rehearsed, const Attend& attend,
+                 HostActivations& work) const;
   void mlp(const Layer& layer, HostActivations& work) const;
 
   [[nodiscard]] std::uint64_t qkv_width() const { return std::uint64_t{heads()} * config_.head_dim; }
@@ -190,7 +200,20 @@ void HostEngine::start(std::span<const PlacedToken> tokens, HostActivations& wor
   });
 }
 
-void HostEngine::attention(const Layer& layer, LayerId id, const Attend& attend, HostActivations& work) const {
+void HostEngine::rehearse(const Layer& next, HostActivations& work) const {
+  const std::uint32_t q_heads = config_.num_attention_heads;
+  const std::uint64_t dim = config_.head_dim;
+  grow(work.rehearsed, work.rows * q_width());
+  multiply(next.qkv, q_heads * config_.head_dim, work.rows, {work.normed.data(), config_.hidden_size},
+           {work.rehearsed.data(), q_width()}, Into::overwrite);
+  each_row(work.rows, [&](std::uint32_t row) {
+    for (std::uint32_t head = 0; head < q_heads; ++head)
+      rotate(&work.rehearsed[row * q_width() + head * dim], &work.rotation[row * dim], dim / 2);
+  });
+}
+
+void HostEngine::attention(const Layer& layer, LayerId id, const TensorView& rehearsed, const Attend& attend,
+                           HostActivations& work) const {
   const std::uint32_t rows = work.rows;
   const std::uint32_t q_heads = config_.num_attention_heads;
   const std::uint32_t kv_heads = config_.num_key_value_heads;
@@ -211,7 +234,8 @@ void HostEngine::attention(const Layer& layer, LayerId id, const Attend& attend,
           .q = q,
           .k = k,
           .v = v,
-          .out = dense_view(work.attended.data(), DType::f32, rows, q_heads, config_.head_dim)});
+          .out = dense_view(work.attended.data(), DType::f32, rows, q_heads, config_.head_dim),
+          .rehearsed = rehearsed});
   multiply(layer.output, rows, {work.attended.data(), q_width()}, {work.residual.data(), hidden}, Into::add);
 }
 
@@ -232,7 +256,14 @@ void HostEngine::forward(std::span<const PlacedToken> tokens, const Attend& atte
   HostActivations& own = buffers(work);
   start(tokens, own);
   for (std::uint32_t i = 0; i < config_.num_hidden_layers; ++i) {
-    attention(weights_.layers[i], LayerId{i}, attend, own);
+    const bool rehearsed = work.rehearse && i != 0;
+    attention(weights_.layers[i], LayerId{i},
+              rehearsed ? dense_view(std::as_const(own.rehearsed).data(), DType::f32, own.rows,
+                                     config_.num_attention_heads, config_.head_dim)
+                        : TensorView{},
+              attend, own);
+    // The input of this layer's attention, which `mlp` is about to overwrite.
+    if (work.rehearse && i + 1 != config_.num_hidden_layers) rehearse(weights_.layers[i + 1], own);
     mlp(weights_.layers[i], own);
   }
 }

@@ -84,6 +84,10 @@ void Model::choose(Activations& work, std::uint32_t rows) const {
 
 void Model::decode(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work, Launch launch) const {
   if (tokens.empty()) refuse("decode needs at least one token");
+  if (work.rehearse && device() != nullptr)
+    throw Error(Errc::unsupported,
+                "the policy chooses by rehearsed queries, which a model on a GPU does not compute; run it on the CPU "
+                "(--device host), or leave the stage rehearsed out");
   for (const PlacedToken& placed : tokens) require_token(placed.token);
   work.rows = work.chosen = 0;
   as_one_error("run the model", [&] { engine_->decode(tokens, attend, work, launch); });

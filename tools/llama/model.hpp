@@ -41,6 +41,9 @@ struct AttentionCall {
   TensorView k;           ///< [rows, kv_heads, head_dim], after RoPE
   TensorView v;           ///< [rows, kv_heads, head_dim]
   MutableTensorView out;  ///< [rows, q_heads, head_dim], to be written
+  /// As q, if Activations::rehearse says so and the layer is not the first: the attention input of the layer before
+  /// times this layer's query weights, after RoPE. Else without rows.
+  TensorView rehearsed{};
 };
 using Attend = std::function<void(const AttentionCall&)>;
 
@@ -63,6 +66,7 @@ struct Activations {
   std::uint32_t rows = 0;                     ///< of the last forward pass
   std::uint32_t chosen = 0;                   ///< so many of them, the last ones, have logits
   std::uint64_t replays = 0;                  ///< forward passes so far that were a graph
+  bool rehearse = false;                      ///< calls have rehearsed queries; not on a device
   Stream* stream = nullptr;                   ///< of the model's device, which needs one; else unused
   std::chrono::milliseconds timeout{30'000};  ///< of every wait for the stream
   std::unique_ptr<Memory> memory;

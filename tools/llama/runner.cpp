@@ -61,11 +61,13 @@ Bucket Runner::decoding(std::uint32_t tokens) const noexcept {
   return {.decode_rows = pads ? std::min(std::bit_ceil(tokens), largest.decode_rows) : tokens,
           .top_k = largest.top_k,
           .unbounded = largest.unbounded,
-          .pages = largest.pages};
+          .pages = largest.pages,
+          .rehearsed = largest.rehearsed};
 }
 
 void Runner::read(std::span<const PlacedToken> tokens, const Attend& attend, std::uint32_t chosen) {
   vacate();
+  work_.rehearse = false;
   model_.forward(tokens, attend, work_);
   if (chosen != 0) model_.choose(work_, chosen);
 }
@@ -74,6 +76,7 @@ void Runner::decode(std::span<const PlacedToken> tokens, const Attend& attend, c
   vacate();
   padded_.assign(tokens.begin(), tokens.end());
   padded_.resize(bucket.rows());
+  work_.rehearse = bucket.rehearsed;
   // What audits and traces write has its own launches, and they are few.
   const bool graph = graphs_ && !bucket.audit && !bucket.trace;
   model_.decode(padded_, attend, work_, graph ? Launch::graph : Launch::enqueue);

@@ -76,7 +76,6 @@ __device__ inline std::uint32_t keep_listed(const Plane& plane, std::uint32_t* r
 __device__ inline void place(const ForwardMemory& m, const Plane& plane, const Arrivals& arrivals,
                              std::uint32_t forward, std::uint32_t (&ballots)[kWarps], AcquireShared& shared) {
   constexpr std::uint32_t kLastTwo = 1;  // This forward, and the one that listed them.
-  if (arrivals.now().state != ForwardArrivals::State::listed) return;
   const std::uint32_t stamp = stamp_of(arrivals.now().forward);
   const std::uint32_t always_listed = keep_listed(plane, arrivals.always(), arrivals.now().always, stamp, ballots);
   const std::uint32_t again_listed = keep_listed(plane, arrivals.again(), arrivals.now().again, stamp, ballots);

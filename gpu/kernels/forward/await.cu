@@ -1,7 +1,5 @@
 // Far rows that the CPU chooses and the device attends: what to attend is known when a list is chosen for.
 
-#include <cuda/atomic>
-
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/forward/wait.cuh"
@@ -11,21 +9,6 @@ namespace sluice::gpu {
 namespace {
 
 constexpr std::uint32_t kThreads = 128;
-
-/// Whether list `list` has been chosen for, which its thread waits for, in naps; else the forward is abandoned. Each
-/// list has a word of its own, which is written behind what it says.
-__device__ bool await_chosen(const ForwardMemory& m, std::uint32_t list, std::uint64_t since, std::uint32_t nap_ns) {
-  const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system> chosen_for(m.chosen[list].asked);
-  while (chosen_for.load(cuda::memory_order_acquire) != m.state->asked) {
-    if (forward::now_ns() - since > m.answer_ns) {
-      const cuda::atomic_ref<ForwardStatus, cuda::thread_scope_device> status(m.state->status);
-      status.store(ForwardStatus::abandoned, cuda::memory_order_relaxed);
-      return false;
-    }
-    __nanosleep(nap_ns);
-  }
-  return true;
-}
 
 /// One thread block, for lists [first, last).
 __global__ void __launch_bounds__(kThreads)
@@ -38,15 +21,15 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if (!runs) return;
   if (first == 0 && threadIdx.x == 0) m.state->fetching_ns = begin;
-  // All look over the link, which has better to do: together no oftener than one of a few would.
-  const std::uint32_t nap_ns = min(50 * (last - first), 4000u);
   bool asked = false;
   for (std::uint32_t i = first + threadIdx.x; i < last; i += kThreads) {
     const ForwardRow row = m.rows[i / m.shape.kv_heads].in(layer, m.window);
     if (row.list == kNone || row.asks == 0) continue;
     asked = true;
     // Jobs of a list that is not chosen for stay as `split` has left them, without rows.
-    if (!await_chosen(m, i, since, nap_ns)) break;
+    const forward::Came came =
+        forward::await_word(m, m.chosen[i].asked, m.state->asked, since, forward::nap_of(last - first));
+    if (came == forward::Came::never) break;
     const std::uint32_t count = __ldcv(&m.chosen[i].count);
     const std::uint32_t members = __ldcv(&m.chosen[i].members);
     m.fetch_heads[i] = __ldcv(&m.chosen[i].heads);

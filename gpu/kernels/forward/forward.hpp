@@ -102,6 +102,8 @@ void launch_forward_begin(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 /// What `append` leaves to do for teams: they are described, and their queries go to both sides.
 void launch_forward_teams(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+/// Rehearsed queries of rows that choose, or of teams, to the host.
+void launch_forward_rehearsed(const ForwardMemory& memory, const ForwardLayer& layer);
 /// What of a team's rows some see and others do not, behind what they have attended near.
 void launch_forward_edge(const ForwardMemory& memory, const ForwardLayer& layer);
 /// Window `window` of the keys of all chunks, by as many thread blocks.

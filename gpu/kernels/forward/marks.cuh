@@ -107,11 +107,12 @@ template <bool kProposes>
 __device__ inline bool mark(const ForwardMemory& m, const Work& work, const Foresight& foresight, ChoiceShared& s,
                             Candidate* lists, std::uint32_t room, const Marks& marks) {
   const ForwardRow& row = work.row;
-  marks.fill([&](std::uint32_t first) { return window_bits(row, first) | masked(m, work, first); });
+  const bool chosen = !kProposes || row.asks == 0;  // Else the CPU chooses, whatever the row has cut of its scores.
+  marks.fill([&](std::uint32_t first) { return window_bits(row, first) | (chosen ? masked(m, work, first) : 0u); });
   detail::cluster_sync();  // All blocks have begun: their memory is there to be written to, and so are their marks.
   if (row.in_pages()) {
     mark_in_pages(m, work, marks);
-  } else if (row.picks != 0 && (!kProposes || row.asks == 0)) {
+  } else if (row.picks != 0 && chosen) {
     const std::uint64_t head = std::uint64_t{work.index} * m.shape.group();
     const Choices choices{.scores = m.scores + head * m.score_room(),
                           .stride = row.tokens,

@@ -17,9 +17,11 @@ void load_forward_attend_whole_kernels();
 void load_forward_await_kernel();
 void load_forward_apply_kernels();
 void load_forward_audit_kernels();
+void load_forward_fill_kernel();
 void load_forward_near_kernels();
 void load_forward_prefill_kernels();
 void load_forward_propose_kernels();
+void load_forward_rehearse_kernels();
 void load_forward_stamp_kernel();
 void load_forward_team_kernels();
 }  // namespace detail
@@ -162,9 +164,11 @@ void load_forward_kernels() {
   detail::load_forward_await_kernel();
   detail::load_forward_apply_kernels();
   detail::load_forward_audit_kernels();
+  detail::load_forward_fill_kernel();
   detail::load_forward_near_kernels();
   detail::load_forward_prefill_kernels();
   detail::load_forward_propose_kernels();
+  detail::load_forward_rehearse_kernels();
   detail::load_forward_stamp_kernel();
   detail::load_forward_team_kernels();
   load_kernel(merge_kernel<false>, "load the merge kernel of a forward");

@@ -43,6 +43,19 @@ __device__ void acquire_coming(const ForwardMemory& m, std::uint32_t stack, cons
   }
 }
 
+/// Tokens that come and found no near row are not as they were listed, if they were: before the sequence was cut. All
+/// threads.
+__device__ void forget_coming(const ForwardMemory& m, std::uint32_t stack, const Plane& plane) {
+  const std::uint32_t tokens = m.state->bucket.rows();
+  for (std::uint32_t i = threadIdx.x; i < tokens; i += kThreads) {
+    const ForwardToken token = m.tokens[i];
+    if (token.list == kNone) continue;
+    std::uint32_t& entry = plane.near_of[m.row_of(stack * m.list_count + token.list, token.position)];
+    if ((entry & kNearBit) == 0) entry = 0;
+  }
+  __syncthreads();
+}
+
 /// All tokens of rows that are whole, but for the new one, see ForwardVerbs::apply. All threads.
 __device__ void keep_whole(const ForwardMemory& m, const Plane& plane, Wanted& wanted, std::uint32_t (&ballots)[kWarps],
                            AcquireShared& shared) {
@@ -117,9 +130,12 @@ __global__ void __launch_bounds__(kThreads) acquire_kernel(const __grid_constant
   for (std::uint32_t stack = 0; stack < m.stacks && m.has_layer(stack, blockIdx.x); ++stack)
     acquire_coming(m, stack, plane, false, prompts - most, forward - kNearPatience, wanted, ballots, shared,
                    kNearPatience);
-  // Behind all tokens that come, which may have been listed by a forward that was taken back.
-  for (std::uint32_t stack = 0; stack < m.stacks && m.has_layer(stack, blockIdx.x); ++stack)
-    place(m, plane, Arrivals(m, stack, plane.index), forward, ballots, shared);
+  for (std::uint32_t stack = 0; stack < m.stacks && m.has_layer(stack, blockIdx.x); ++stack) {
+    const Arrivals arrivals(m, stack, plane.index);
+    if (arrivals.now().state != ForwardArrivals::State::listed) continue;
+    forget_coming(m, stack, plane);
+    place(m, plane, arrivals, forward, ballots, shared);
+  }
 }
 
 /// Thread block i: KV head i.
@@ -131,40 +147,11 @@ __global__ void __launch_bounds__(kThreads)
   promote<kChosen>(m, scratch, layer, blockIdx.x);
 }
 
-/// Thread blocks share the planes of all stacks. They run beside a forward and stay out of its way: on two
-/// multiprocessors, whose other half they leave to it, with what keeps the link busy for rows of 256 bytes and lets
-/// questions and answers through.
-constexpr std::uint32_t kFillBlocks = 2;
-constexpr std::uint32_t kFillThreads = 1024;
-constexpr std::uint32_t kFillWords = 2;
-__global__ void __launch_bounds__(kFillThreads, 2) fill_kernel(const __grid_constant__ ForwardMemory m) {
-  for (std::uint32_t i = blockIdx.x; i < m.stacks * m.planes(); i += gridDim.x) {
-    const Plane plane = plane_of(m, i % m.planes());
-    const Arrivals arrivals(m, i / m.planes(), plane.index);
-    if (arrivals.now().state != ForwardArrivals::State::placed) continue;
-    const auto row_at = [&](std::uint32_t r) { return arrivals.row(r); };
-    if (m.far_layout.scaled()) {
-      load_scaled<kFillWords>(m, plane, arrivals.count(), row_at);
-    } else {
-      load<kFillWords>(m, plane, arrivals.count(), row_at);
-    }
-    __syncthreads();
-    ForwardArrivals filled = arrivals.now();
-    filled.state = ForwardArrivals::State::filled;
-    if (threadIdx.x == 0) arrivals.set(filled);
-  }
-}
-
 }  // namespace
 
 void launch_forward_acquire(const ForwardMemory& memory, cudaStream_t stream) {
   acquire_kernel<<<memory.planes(), kThreads, 0, stream>>>(memory);
   check(cudaGetLastError(), "launch the kernel that finds near rows for tokens");
-}
-
-void launch_forward_fill(const ForwardMemory& memory, cudaStream_t stream) {
-  fill_kernel<<<kFillBlocks, kFillThreads, 0, stream>>>(memory);
-  check(cudaGetLastError(), "launch the kernel that fills near rows");
 }
 
 void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
@@ -176,7 +163,7 @@ void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& s
 namespace detail {
 void load_forward_near_kernels() {
   const auto load = [](auto*... kernels) { (load_kernel(kernels, "load the kernels of near rows"), ...); };
-  load(acquire_kernel, fill_kernel, promote_kernel<false>, promote_kernel<true>);
+  load(acquire_kernel, promote_kernel<false>, promote_kernel<true>);
 }
 }  // namespace detail
 

@@ -102,7 +102,7 @@ __device__ void promote(const ForwardMemory& m, const ForwardScratch& scratch, s
   __shared__ Arriving wanted;
   __shared__ bool runs;
   const auto forward = static_cast<std::uint32_t>(m.state->forward);
-  if ((forward + layer) % kNearTurn != 0) return;
+  if (!near_turn(forward, layer)) return;
   const Plane plane = plane_of(m, m.plane(layer, kv_head));
   ForwardArrivals& arrivals = m.arrivals[plane.index];
   if (threadIdx.x == 0) {

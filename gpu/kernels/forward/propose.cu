@@ -1,8 +1,6 @@
 // What histories propose, which threads of the host have written to pinned memory ahead of time: it is waited for, and
 // nothing else keeps a score.
 
-#include <cuda/atomic>
-
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/forward/wait.cuh"
 #include "gpu/kernels/load.hpp"
@@ -17,23 +15,6 @@ constexpr std::uint32_t kWarp = 32;
 constexpr std::uint32_t kWord = 32;             ///< tokens
 constexpr std::uint32_t kSpan = kWarp * kWord;  ///< tokens that a warp looks at together
 constexpr std::uint32_t kAtOnce = 4;            ///< query heads whose words a warp has on their way together
-
-/// Whether a KV head's proposal is there, which its thread waits for, in naps; else the forward is abandoned.
-__device__ bool await_proposal(const ForwardMemory& m, ForwardProposal& proposal, std::uint64_t since,
-                               std::uint32_t nap_ns, bool& late) {
-  const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system> there(proposal.forward);
-  const std::uint64_t forward = m.state->forward;
-  while (there.load(cuda::memory_order_acquire) != forward) {
-    late = true;
-    if (forward::now_ns() - since > m.answer_ns) {
-      const cuda::atomic_ref<ForwardStatus, cuda::thread_scope_device> status(m.state->status);
-      status.store(ForwardStatus::abandoned, cuda::memory_order_relaxed);
-      return false;
-    }
-    __nanosleep(nap_ns);
-  }
-  return true;
-}
 
 /// Queries of a row, for its history to learn from.
 __device__ void send_queries(const ForwardMemory& m, std::uint32_t r, std::uint32_t slot, std::uint32_t layer) {
@@ -59,7 +40,10 @@ __global__ void __launch_bounds__(kThreads)
     ForwardRow& all = m.rows[i / m.shape.kv_heads];
     if (all.list == kNone || all.in(layer, m.window).proposed == 0) continue;
     ForwardProposal& proposal = m.proposal_of(all.proposed - 1, layer, i % m.shape.kv_heads);
-    there = await_proposal(m, proposal, since, min(50 * lists, 4000u), late);
+    const forward::Came came =
+        forward::await_word(m, proposal.forward, m.state->forward, since, forward::nap_of(lists));
+    late |= came != forward::Came::at_once;
+    there = came != forward::Came::never;
     if (there && __ldcv(&proposal.asks) != 0) atomicOr(&all.asks, 1u);
   }
   if (__syncthreads_or(late) && threadIdx.x == 0) {

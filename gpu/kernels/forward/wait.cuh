@@ -10,6 +10,28 @@ namespace sluice::gpu::forward {
 
 using detail::now_ns;
 
+enum class Came { at_once, late, never };
+/// Waits for a word of pinned memory, which threads of the host write behind what it speaks for, to be `wanted`: over
+/// the link, in naps. If it is not for as long as an answer may take, from `since` on, the forward is abandoned. One
+/// thread.
+__device__ inline Came await_word(const ForwardMemory& m, std::uint64_t& word, std::uint64_t wanted,
+                                  std::uint64_t since, std::uint32_t nap_ns) {
+  const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system> of_host(word);
+  Came came = Came::at_once;
+  while (of_host.load(cuda::memory_order_acquire) != wanted) {
+    came = Came::late;
+    if (now_ns() - since > m.answer_ns) {
+      const cuda::atomic_ref<ForwardStatus, cuda::thread_scope_device> status(m.state->status);
+      status.store(ForwardStatus::abandoned, cuda::memory_order_relaxed);
+      return Came::never;
+    }
+    __nanosleep(nap_ns);
+  }
+  return came;
+}
+/// Of as many threads that wait so: together they look no oftener than one of a few would.
+__device__ inline std::uint32_t nap_of(std::uint32_t threads) { return min(50 * threads, 4000u); }
+
 /// The first of `blocks` thread blocks to get here looks at the answer, over the link; the others look at what it says,
 /// in device memory: many that poll over the link stand in each other's way, and one that has not begun would keep them
 /// waiting. One thread of each block. Returns how the forward is then.

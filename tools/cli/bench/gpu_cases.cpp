@@ -11,6 +11,7 @@ namespace sluice::tools {
 PolicySpec timed_policy(const std::string& text) {
   PolicySpec spec = parse_policy(text);
   spec.dense_layers = spec.dense_every = 0;
+  spec.rehearsed = false;  // No layer comes before.
   return spec;
 }
 

@@ -79,7 +79,7 @@ PolicyLayer::PolicyLayer(const PolicySpec& spec, LayerBatch batch, cpu::Backend&
                                        "': page ranking and the near share are the device's part; use topk, lfps, "
                                        "streaming, or set near=0");
   }
-  if (spec.rest != Rest::none)
+  if (spec.rest != RestKind::none)
     throw Error(Errc::unsupported, "bench cpu cannot measure policy '" + spec.name +
                                        "': its rest is the device's part; write rest=none, or use eval");
   for (const SyntheticLayer* each : batch_) {

@@ -68,7 +68,9 @@ std::vector<ServeMethod> parse_serve_methods(const BenchServeOptions& options) {
     methods.back().policy = parse_policy(dense ? "full" : name.substr(placed ? slash + 1 : 0));
     // Of attention alone what is timed is a layer that the policy works in.
     PolicySpec& policy = methods.back().policy;
-    if (options.model.empty() && options.random_weights.empty()) policy.dense_layers = policy.dense_every = 0;
+    if (!options.model.empty() || !options.random_weights.empty()) continue;
+    policy.dense_layers = policy.dense_every = 0;
+    policy.rehearsed = false;
   }
   if (methods.empty())
     throw Error(Errc::invalid_argument, "--policies: the list is empty; name at least one, e.g. sluice");

@@ -12,7 +12,8 @@ namespace {
 /// Share of heads and steps whose coverage reached the mass that the policy aims at; null if it aims at none.
 Json reached(const PolicySpec& spec, const ShareHistogram& coverage) {
   const BudgetKind kind = spec.budget.kind;
-  const bool counts = kind == BudgetKind::top_k || kind == BudgetKind::sampled || kind == BudgetKind::verified;
+  const bool counts = kind == BudgetKind::top_k || kind == BudgetKind::sampled || kind == BudgetKind::verified ||
+                      kind == BudgetKind::within;
   const bool aims = spec.sources != 0 && !spec.uses(Source::all) && !counts;
   return aims && coverage.count() != 0 ? Json(coverage.share_above(spec.budget.mass)) : Json();
 }

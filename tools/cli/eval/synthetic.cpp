@@ -61,6 +61,7 @@ void score_needles(const NeedleOptions& options, const EngineFlags& flags, const
                                         .handover = flags.handover,
                                         .threads = flags.threads};
       forwards.policy.dense_layers = forwards.policy.dense_every = 0;  // The only layer is one that it works in.
+      forwards.policy.rehearsed = false;  // There is no layer before: as if it had been, without an error.
       for (const bool audit : {false, true}) {
         bar.update(done++, 2 * policies.size(), "needles: " + policies[p].name);
         forwards.audit = audit;

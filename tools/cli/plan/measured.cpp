@@ -27,6 +27,7 @@ Measured read_row(const json& config, const json& row) {
   work.kv_dtype = parse_kv_dtype(config.at("kv_dtype").get<std::string>(), "kv_dtype");
   work.policy = parse_policy(measured.policy);
   work.policy.dense_layers = work.policy.dense_every = 0;  // As it was timed.
+  work.policy.rehearsed = false;
   work.placement = parse_placement(row.at("placement").get<std::string>());
   if (work.placement == PlacementMode::hybrid) work.fetch_share = config.value("fetch_share", 0.f);
   work.page_tokens = work.policy.page_tokens == 0 ? kGpuPageTokens : work.policy.page_tokens;
