@@ -66,8 +66,9 @@ void Backend::digest(std::span<const DigestTask> tasks, DigestKind kind, const P
 void Backend::mean_values(std::span<const ValueMeanTask> tasks, const PageLayout& layout, Stream*) {
   if (tasks.empty()) return;
   check("mean_values", layout);
-  for_each_task(workers_, tasks, tasks.size() * layout.half_bytes(),
-                [&kernels = kernels_, layout](const ValueMeanTask& task) { value_mean(kernels, layout, task.page, task.out); });
+  for_each_task(
+      workers_, tasks, tasks.size() * layout.half_bytes(),
+      [&kernels = kernels_, layout](const ValueMeanTask& task) { value_mean(kernels, layout, task.page, task.out); });
 }
 
 void Backend::score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,

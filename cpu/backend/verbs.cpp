@@ -76,8 +76,8 @@ void value_mean(const Kernels& kernels, const PageLayout& layout, const std::byt
   std::fill_n(out, layout.head_dim, 0.f);
   for (std::uint32_t i = 0; i < layout.page_tokens; ++i) {
     const float* const scales = scales_in(layout, page, i);
-    read_row(kernels, layout, page + layout.half_bytes() + i * layout.row_bytes(), layout.scaled() ? scales + 1 : nullptr,
-             row);
+    read_row(kernels, layout, page + layout.half_bytes() + i * layout.row_bytes(),
+             layout.scaled() ? scales + 1 : nullptr, row);
     for (std::uint32_t c = 0; c < layout.head_dim; ++c) out[c] += row[c];
   }
   for (std::uint32_t c = 0; c < layout.head_dim; ++c) out[c] /= static_cast<float>(layout.page_tokens);

@@ -27,7 +27,8 @@ void await_answer(const ForwardMemory& m) {
   state.released = state.asked;
 }
 
-/// A head's output from what was attended near, over the link, and far, and what is left, whose lse is what `sum` is given back with.
+/// A head's output from what was attended near, over the link, and far, and what is left, whose lse is what `sum` is
+/// given back with.
 float merge_head(const ForwardMemory& m, std::uint64_t h, const ForwardRow& row, float* sum) {
   const std::uint64_t index = h / m.shape.group();
   const std::uint64_t at = h * m.shape.head_dim;

@@ -12,8 +12,9 @@
 
 namespace sluice::runtime {
 
-/// Makes digests, means of values and 4-bit copies of pages that no forward has brought: on the device, from host memory, with what its
-/// forwards make them by. On a stream of its own; what it made is there for all streams once `wait` returns.
+/// Makes digests, means of values and 4-bit copies of pages that no forward has brought: on the device, from host
+/// memory, with what its forwards make them by. On a stream of its own; what it made is there for all streams once
+/// `wait` returns.
 class SideData {
  public:
   /// `memory` and `device` outlive it.

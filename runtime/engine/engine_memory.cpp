@@ -219,12 +219,13 @@ EngineMemoryUse EngineMemory::needed(const EngineOptions& options, const Forward
   ForwardMemory memory = described(options, stacks);
   const std::uint64_t scratch = verbs == nullptr ? 0 : verbs->scratch_bytes(memory);
   std::vector<ForwardMemory> slips(options.in_flight, memory);
-  return {.far_pages = memory.blocks * block_bytes_of(memory),
-          .pinned = carve_pinned(slips, listed_blocks(options, memory), nullptr),
-          .near_pages = near_bytes_of(memory, memory.near_pages),
-          .codes = codes_bytes_of(memory),
-          .digests = (options.digests ? digests_bytes_of(memory) : 0) + (memory.keeps_means ? means_bytes_of(memory) : 0),
-          .buffers = carve_device(memory, scratch, nullptr)};
+  return {
+      .far_pages = memory.blocks * block_bytes_of(memory),
+      .pinned = carve_pinned(slips, listed_blocks(options, memory), nullptr),
+      .near_pages = near_bytes_of(memory, memory.near_pages),
+      .codes = codes_bytes_of(memory),
+      .digests = (options.digests ? digests_bytes_of(memory) : 0) + (memory.keeps_means ? means_bytes_of(memory) : 0),
+      .buffers = carve_device(memory, scratch, nullptr)};
 }
 
 EngineMemory::EngineMemory(const EngineOptions& options, Device& device, ForwardVerbs& verbs,

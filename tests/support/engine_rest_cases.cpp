@@ -1,4 +1,5 @@
-// Rests: what is not attended is one token more, of an estimated weight and a mean value. Devices that weigh none say so.
+// Rests: what is not attended is one token more, of an estimated weight and a mean value. Devices that weigh none say
+// so.
 #include <cmath>
 
 #include "tests/support/catch.hpp"
@@ -91,7 +92,8 @@ TEST_CASE("without a full page, or with nothing left, there is no rest", "[engin
   if (rig.on_gpu) return;
   const Story story = story_of(rig, 150, 902);
   Engine engine(resting(rig), rig.device);
-  Teller small{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=2 | rest=mean | near=0,sinks=1,recent=3"))};
+  Teller small{.story = &story,
+               .id = engine.begin(parse_policy("exact | int4 | top_k=2 | rest=mean | near=0,sinks=1,recent=3"))};
   goes_on(engine, rig, small, {.sinks = 1, .recent = 3, .picks = 2}, 40);  // Pages fill while it decodes.
   for (const char* budget : {"top_k=all", "top_p=1"}) {
     CAPTURE(budget);
@@ -232,7 +234,9 @@ TEST_CASE("layers with windows and dense layers have no rest, nor have short seq
       require(out, layer);
     }
   };
-  const auto dense = [&](std::uint32_t token, std::uint32_t layer) { return story.attended(layer, token, 100'000, 1, 0); };
+  const auto dense = [&](std::uint32_t token, std::uint32_t layer) {
+    return story.attended(layer, token, 100'000, 1, 0);
+  };
   const std::string text = std::string(kTopK) + " | dense=2";
   decodes(150, text.c_str(), [&](const std::vector<float>& out, std::uint32_t layer) {
     const auto want = layer == 2 ? attended_with_rest(story, kShape, layer, 150, kPicks).out : dense(150, layer);
@@ -278,7 +282,8 @@ TEST_CASE("a rest is refused where nothing weighs one", "[engine][rest]") {
   const EngineMemoryUse less = memory_needed(options);
   make_room_for(parse_policy("sluice | rest=mean"), 300, options);
   REQUIRE(options.value_means);
-  REQUIRE(memory_needed(options).digests == less.digests + 100u * kShape.layers * kShape.kv_heads * kShape.head_dim * 4);
+  REQUIRE(memory_needed(options).digests ==
+          less.digests + 100u * kShape.layers * kShape.kv_heads * kShape.head_dim * 4);
   options.largest.drafts = 2;
   if (rig.on_gpu) {
     const Refusal refusal = refusal_of([&] { const Engine engine(options, rig.device); });

@@ -12,7 +12,13 @@ class Group {
  public:
   Group(const Story& story, const AttentionShape& shape, std::uint32_t layer, std::uint32_t token, std::uint32_t kv,
         const RestPolicy& policy)
-      : story_(story), shape_(shape), layer_(layer), token_(token), kv_(kv), policy_(policy), marked_(token + 1, false) {
+      : story_(story),
+        shape_(shape),
+        layer_(layer),
+        token_(token),
+        kv_(kv),
+        policy_(policy),
+        marked_(token + 1, false) {
     sink_end_ = std::min(policy.sinks, token + 1);
     recent_ = std::max(sink_end_, token + 1 - std::min(policy.recent, token + 1));
     for (std::uint32_t j = 0; j <= token; ++j) {
@@ -87,7 +93,8 @@ class Group {
     for (std::uint32_t i = 0; i < pages; ++i) {
       const std::uint32_t first = i * full / pages * policy_.page_tokens;
       for (std::uint32_t j = first; j < first + policy_.page_tokens; ++j)
-        for (std::uint32_t c = 0; c < shape_.head_dim; ++c) sum[c] += of(j)[c] / (double{1} * pages * policy_.page_tokens);
+        for (std::uint32_t c = 0; c < shape_.head_dim; ++c)
+          sum[c] += of(j)[c] / (double{1} * pages * policy_.page_tokens);
     }
     return sum;
   }
