@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <tuple>
@@ -42,7 +43,6 @@ class Library {
 
  public:
   decltype(&cublasLtCreate) create = find("cublasLtCreate");
-  decltype(&cublasLtDestroy) destroy = find("cublasLtDestroy");
   decltype(&cublasLtGetStatusString) status_string = find("cublasLtGetStatusString");
   decltype(&cublasLtMatmul) matmul = find("cublasLtMatmul");
   decltype(&cublasLtMatmulDescCreate) desc_create = find("cublasLtMatmulDescCreate");
@@ -118,11 +118,18 @@ struct CublasLt::Impl {
   /// (rows, outs, inner): a prompt's chunks and a batch's steps repeat theirs.
   using Shape = std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>;
 
-  Impl() { library.check(library.create(&handle), "start"); }
-  ~Impl() {
-    plans.clear();
-    (void)library.destroy(handle);
+  /// That of the current device. It has no end: a model may be static, and then ends after cuBLASLt, which is loaded
+  /// when the model multiplies for the first time, and frees its contexts itself.
+  [[nodiscard]] static Impl& of_device() {
+    static std::mutex guard;
+    static auto& all = *new std::map<int, Impl>;
+    int ordinal = 0;
+    cuda::check(cudaGetDevice(&ordinal), "ask for the current device");
+    const std::scoped_lock lock(guard);
+    return all.try_emplace(ordinal).first->second;
   }
+
+  Impl() { library.check(library.create(&handle), "start"); }
 
   [[nodiscard]] Plan make_plan(const Shape& shape) const {
     const auto [rows, outs, inner] = shape;
@@ -157,17 +164,16 @@ struct CublasLt::Impl {
   std::map<Shape, Plan> plans;
 };
 
-CublasLt::CublasLt() : impl_(std::make_unique<Impl>()) {}
-CublasLt::~CublasLt() = default;
+CublasLt::CublasLt() : impl_(Impl::of_device()) {}
 
 void CublasLt::multiply(const ProductArgs& args, std::span<std::byte> workspace, cudaStream_t stream) const {
-  const Plan& plan = impl_->plan_for({args.rows, args.outs, args.inner});
+  const Plan& plan = impl_.plan_for({args.rows, args.outs, args.inner});
   const float alpha = 1.f;
   const float beta = args.add ? 1.f : 0.f;
-  impl_->library.check(impl_->library.matmul(impl_->handle, plan.desc.get(), &alpha, args.w, plan.w.get(), args.x,
-                                             plan.x.get(), &beta, args.y, plan.y.get(), args.y, plan.y.get(),
-                                             &plan.algo, workspace.data(), workspace.size(), stream),
-                       "multiply");
+  impl_.library.check(impl_.library.matmul(impl_.handle, plan.desc.get(), &alpha, args.w, plan.w.get(), args.x,
+                                           plan.x.get(), &beta, args.y, plan.y.get(), args.y, plan.y.get(), &plan.algo,
+                                           workspace.data(), workspace.size(), stream),
+                      "multiply");
 }
 
 }  // namespace sluice::tools::cuda

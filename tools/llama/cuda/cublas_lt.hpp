@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <span>
 
 #include "tools/llama/cuda/kernels.hpp"
@@ -20,7 +19,6 @@ class CublasLt {
   static constexpr std::uint64_t kWorkspaceBytes = 32 * 1024 * 1024;
 
   CublasLt();
-  ~CublasLt();
   CublasLt(const CublasLt&) = delete;
   CublasLt& operator=(const CublasLt&) = delete;
 
@@ -31,7 +29,7 @@ class CublasLt {
 
  private:
   struct Impl;
-  std::unique_ptr<Impl> impl_;
+  Impl& impl_;  ///< shared by all of the device, see there
 };
 
 }  // namespace sluice::tools::cuda
