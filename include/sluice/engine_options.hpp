@@ -142,17 +142,18 @@ struct EngineOptions {
 };
 
 /// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features of
-/// the largest bucket, digests, value_means, max_picks, max_ranked, max_window and prompt_queries; cpu_sequences to one at least, if
-/// it chooses on the CPU; `forecasts`, if its history tells the device and observes so few steps that this is faster;
-/// cluster_sequences likewise and max_clusters, if it chooses among clusters on the device. Lowers nothing, so that it
-/// can be called for several policies.
+/// the largest bucket, digests, value_means, max_picks, max_ranked, max_window and prompt_queries; cpu_sequences to one
+/// at least, if it chooses on the CPU; `forecasts`, if its history tells the device and observes so few steps that this
+/// is faster; cluster_sequences likewise and max_clusters, if it chooses among clusters on the device. Lowers nothing,
+/// so that it can be called for several policies.
 /// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if no engine serves the policy, or not beside those
 /// that `options` are for: digests are of one kind.
 void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options);
 
 /// What an engine with these options would reserve, by component, without building it: far_pages, pinned, near_pages,
-/// codes, digests (means of values among them) and buffers, as Engine::memory() says them later; the threads' own `partials` depend on the machine.
-/// `device`: as for Engine; null: the embedded host device, which wants no scratch memory, a GPU some.
+/// codes, digests (means of values among them) and buffers, as Engine::memory() says them later; the threads' own
+/// `partials` depend on the machine. `device`: as for Engine; null: the embedded host device, which wants no scratch
+/// memory, a GPU some.
 /// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if the device cannot serve the shape
 [[nodiscard]] EngineMemoryUse memory_needed(const EngineOptions& options, Device* device = nullptr);
 

@@ -43,7 +43,7 @@ struct ForwardMemory {
   std::uint32_t promotions = 0;         ///< rows that a plane brings near in one forward, at most
   std::uint32_t max_pages = 0;          ///< of a block list
   std::uint32_t prefill_window = 0;     ///< tokens of keys that a chunk attends at a time, a multiple of page_tokens
-  bool keeps_means = false;  ///< there are `value_means`, and rows may have a rest, see ForwardRow
+  bool keeps_means = false;             ///< there are `value_means`, and rows may have a rest, see ForwardRow
   /// Chunks may choose blocks of keys, see ForwardChunk::sparse; then a window holds the longest sequence.
   bool sparse_prefill = false;
   PrefillSpec prefill{};  ///< how they do

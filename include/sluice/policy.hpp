@@ -35,7 +35,8 @@ enum class BudgetKind : std::uint8_t {
   top_k,        ///< max(min_tokens, share * n) of them
   top_p,        ///< the fewest that, with what is attended anyway, hold `mass`: see top_p.hpp (Twilight)
   fitted,       ///< likewise of all tokens, by a curve fitted to sampled scores; needs `clusters` alone (Tactic)
-  progressive,  ///< whole pages by rank until the share attended passes `mass`; needs `pages` alone (PSA, arXiv 2503.00392)
+  progressive,  ///< whole pages by rank until the share attended passes `mass`; needs `pages` alone (PSA, arXiv
+                ///< 2503.00392)
   sampled,      ///< every candidate, corrected for the chance that it became one; needs `lsh` alone (MagicPIG)
   verified,     ///< the best, and a sample of the others that bounds the error; needs `exact` alone (vAttention)
   within,       ///< as many as lie within `alpha` of a head's best, averaged over a layer's heads; needs `exact` alone,
@@ -146,8 +147,8 @@ struct BudgetOptions {
   friend bool operator==(const BudgetOptions&, const BudgetOptions&) = default;
 };
 
-/// What stands for the tokens that are not attended? Beside what is attended a virtual token, whose weight is what their
-/// scores by 4-bit copies say that they weigh together (SparQ attention, arXiv 2312.04985, section 4).
+/// What stands for the tokens that are not attended? Beside what is attended a virtual token, whose weight is what
+/// their scores by 4-bit copies say that they weigh together (SparQ attention, arXiv 2312.04985, section 4).
 enum class RestKind : std::uint8_t {
   none,  ///< nothing: what is attended has all the weight
   mean,  ///< the mean of the sequence's values: of its full pages, of 256 of them if there are more
@@ -192,7 +193,7 @@ struct PolicySpec {
   bool rehearsed = false;
   BudgetOptions budget;       ///< read unless sources is 0 or has `all`
   FarOptions far;             ///< likewise
-  RestKind rest = RestKind::none;     ///< `mean` with `exact` alone, the estimate `int4`, and top_k or top_p
+  RestKind rest = RestKind::none;  ///< `mean` with `exact` alone, the estimate `int4`, and top_k or top_p
   NearOptions near;
   /// Heads whose sink mass exceeds this skip attending (LFPS section 4.3). 0: never. (0, 1]
   float bypass_threshold = 0.f;

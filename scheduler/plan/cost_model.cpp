@@ -35,9 +35,9 @@ double duration_us(const WorkItem& item, std::span<const WorkItem> items, const 
 }
 
 /// Stamps of traced forwards (`sluice bench gpu --trace`), less what a stamp takes, on one H100 80 GB with 16 shared
-/// cores: one sequence of the Llama-3.1-8B shape at 8K, 32K and 128K tokens. `split` reads what `score` has written, for
-/// which the bytes of `choose` stand; that itself is nothing but for top-p. `fetch`: a program that reads rows of 256
-/// bytes of K and of V at random from registered memory gets 19 GB/s of a link that brings pages of 16 KiB with 50.
+/// cores: one sequence of the Llama-3.1-8B shape at 8K, 32K and 128K tokens. `split` reads what `score` has written,
+/// for which the bytes of `choose` stand; that itself is nothing but for top-p. `fetch`: a program that reads rows of
+/// 256 bytes of K and of V at random from registered memory gets 19 GB/s of a link that brings pages of 16 KiB with 50.
 void set_gpu_costs(LaneRates& rates) noexcept {
   rates.forward_us = 120.0;
   rates.stage(Stage::append) = {.fixed_us = 4.6};

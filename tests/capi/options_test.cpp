@@ -137,7 +137,7 @@ TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[ca
   CHECK(got.fetch_share == 0.375f);
   CHECK(got.dense_tokens == 48);
   CHECK(got.handover == SLUICE_HANDOVER_DEVICE);
-  CHECK(got.forecasts == 0);             // The cores that would estimate all keys are those that read the few.
+  CHECK(got.forecasts == 0);  // The cores that would estimate all keys are those that read the few.
   CHECK(got.value_means == 0);
   CHECK(got.reserved == 0);
   auto memory = sized<sluice_memory>();  // And not only back from it.
