@@ -21,6 +21,8 @@ _NEAR_BYTES = {**_ELEMENT_BYTES, "fp8_e4m3": 2}  # Near rows are of bf16.
 _SCALE_BYTES = {"fp8_e4m3": 4}  # Of a row of keys or values in host memory.
 # What finds near rows, in bytes: for each token, layer and KV head that host_bytes hold, and for each near one.
 _FAR_TABLE, _NEAR_TABLE = 4, 8
+# What is to come near, in bytes for each layer and KV head: beside all else, and for each token that may at a time.
+_LISTS, _LISTED, _PROMOTIONS = 20, 12, 1024
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ def default_near_bytes(options: EngineOptions, tokens: int, own_bytes: int, memo
     most = int(_TAKEN * max(0, memory.free - reserved - own_bytes))
     if options.device_bytes:
         most = min(most, options.device_bytes - own_bytes)
-    fitting = max(0, most - _FAR_TABLE * pages * page_rows) // (page + _NEAR_TABLE * page_rows)
+    promotions = _PROMOTIONS if options.promotions is None else options.promotions
+    tables = _FAR_TABLE * pages * page_rows + planes * (_LISTS + _LISTED * promotions)
+    fitting = max(0, most - tables) // (page + _NEAR_TABLE * page_rows)
     return min(int(share * pages), useful, fitting) * page
 
 
