@@ -61,25 +61,6 @@ void read_on(Engine& engine, const EngineRig& rig, Teller& teller, std::uint32_t
   teller.at = tokens;
 }
 
-/// Verbs that refuse the next plan if they are told to.
-class RefusingVerbs final : public ForwardingVerbs {
- public:
-  using ForwardingVerbs::ForwardingVerbs;
-  void apply(const ForwardMemory& memory, ForwardSide& side, void* stream) override {
-    if (std::exchange(refuses, false)) throw Error(Errc::device, "the test refuses this plan; repeat it");
-    inner_.apply(memory, side, stream);
-  }
-  bool refuses = false;
-};
-
-class RefusingDevice final : public ForwardingDevice {
- public:
-  explicit RefusingDevice(std::shared_ptr<Device> inner)
-      : ForwardingDevice(std::move(inner)), verbs(*inner_->forward_verbs()) {}
-  [[nodiscard]] ForwardVerbs* forward_verbs() noexcept override { return &verbs; }
-  RefusingVerbs verbs;
-};
-
 /// Some layers of a forward, which is then taken back.
 void begin_in_vain(Engine& engine, const EngineRig& rig, ForwardTensors& tensors, std::vector<Teller>& tellers,
                    std::uint32_t layers) {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "sluice/device.hpp"
+#include "sluice/error.hpp"
 #include "sluice/forward_verbs.hpp"
 
 namespace sluice::test {
@@ -84,6 +85,25 @@ class ForwardingVerbs : public ForwardVerbs {
 
  protected:
   ForwardVerbs& inner_;
+};
+
+/// Verbs that refuse the next plan if they are told to.
+class RefusingVerbs final : public ForwardingVerbs {
+ public:
+  using ForwardingVerbs::ForwardingVerbs;
+  void apply(const ForwardMemory& memory, ForwardSide& side, void* stream) override {
+    if (std::exchange(refuses, false)) throw Error(Errc::device, "the test refuses this plan; repeat it");
+    inner_.apply(memory, side, stream);
+  }
+  bool refuses = false;
+};
+
+class RefusingDevice final : public ForwardingDevice {
+ public:
+  explicit RefusingDevice(std::shared_ptr<Device> inner)
+      : ForwardingDevice(std::move(inner)), verbs(*inner_->forward_verbs()) {}
+  [[nodiscard]] ForwardVerbs* forward_verbs() noexcept override { return &verbs; }
+  RefusingVerbs verbs;
 };
 
 }  // namespace sluice::test
