@@ -87,7 +87,7 @@ class Group {
 
   /// Empty without full pages.
   [[nodiscard]] std::vector<double> mean() const {
-    const std::uint32_t full = (token_ + 1) / policy_.page_tokens;
+    const std::uint32_t full = token_ / policy_.page_tokens;  // Before this token.
     const std::uint32_t pages = std::min(full, 256u);
     std::vector<double> sum(pages == 0 ? 0 : shape_.head_dim, 0.0);
     for (std::uint32_t i = 0; i < pages; ++i) {

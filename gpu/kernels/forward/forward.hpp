@@ -122,6 +122,8 @@ void launch_forward_propose(const ForwardMemory& memory, const ForwardLayer& lay
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 /// Whether `split` attends what it finds near, and nothing is left to `attend`.
 [[nodiscard]] bool attends_in_split(const ForwardMemory& memory, const ForwardScratch& scratch);
+/// Thread blocks that share a row and KV head there, each of which weighs a part of the row's rest.
+[[nodiscard]] std::uint32_t split_blocks(const ForwardMemory& memory, const ForwardScratch& scratch);
 void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 /// Waits for what the CPU chooses for lists [first, last), and describes it.
 void launch_forward_await(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,
