@@ -21,7 +21,7 @@ struct AttendTuning {
   std::uint32_t whole_units = 16;     ///< tasks up to this are one slice: merging would cost more than it saves
   std::uint32_t min_slice_units = 8;  ///< one per warp
   std::uint32_t waves = 3;            ///< of slices, when there are more tasks than blocks fit the machine
-  std::uint32_t next_task_units = 16;  ///< cost of going on with another task, see AttendPlan
+  std::uint32_t next_job_units = 12;  ///< what a block could attend until it goes on with another job
   std::uint32_t stage_words = 6000;   ///< row lists of a slice in shared memory
   std::uint32_t ring_words = 2800;    ///< the same where K and V come through shared memory, too
   std::uint32_t max_slices = 1024;    ///< per launch: which job each belongs to travels as a kernel argument

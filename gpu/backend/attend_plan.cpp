@@ -148,15 +148,16 @@ std::uint32_t AttendPlan::choose_share(std::span<Task> tasks, std::uint32_t bloc
   std::uint32_t longest_slice = 0;
   for (const Task& task : tasks) {
     const std::uint32_t length = std::max(1u, job(task).units());
-    units += std::uint64_t{length} * head_blocks_;
+    units += std::uint64_t{length + kAttend.next_job_units} * head_blocks_;
     slices += std::uint64_t{task.slices} * head_blocks_;
     longest_slice = std::max(longest_slice, static_cast<std::uint32_t>(div_up(length, task.slices)));
   }
-  const auto share =
-      static_cast<std::uint32_t>(std::max<std::uint64_t>(kAttend.min_slice_units, div_up(units, blocks)));
-  // A block that goes on with another task has nothing in flight for as long as some units take.
+  // More than what passes between two jobs, so that no block has nothing else.
+  const auto share = static_cast<std::uint32_t>(
+      std::max<std::uint64_t>(kAttend.next_job_units + 1, div_up(units - kAttend.next_job_units, blocks)));
+  // While few blocks are idle, the others read as fast without them.
   const std::uint64_t in_slices = div_up(slices, blocks) * longest_slice;
-  if (in_slices <= share + share / 8 + kAttend.next_task_units) return 0;
+  if (in_slices <= share + share / 16) return 0;
   if (!std::ranges::all_of(tasks, [&](const Task& task) { return fit(task, share); })) return 0;
   for (Task& task : tasks) task.slices = static_cast<std::uint32_t>(div_up(job(task).units(), share)) + 1;
   return share;

@@ -91,7 +91,7 @@ class JobWriter {
   void put_blocks(AttendJob& job) {
     job.first_slice = blocks_;
     if (args_.share != 0) {
-      job.first_unit = args_.units;
+      job.first_unit = jobs_ == 0 ? 0 : job_[jobs_ - 1].next_unit();
       job.first_slice = job.first_unit / args_.share;
       args_.units = job.end_unit();
       job.slices = (args_.units - 1) / args_.share + 1 - job.first_slice;

@@ -115,7 +115,7 @@ TEST_CASE("attend plan: tasks of many lengths are shared out, every row to one b
   const std::uint32_t share = plan.group_shares().front();
   REQUIRE(share != 0);
   std::vector<std::uint32_t> of_block(264, 0);
-  std::uint32_t units = 0;
+  std::uint32_t next_unit = 0;
   for (std::size_t i = 0; i < tasks.size(); ++i) {
     CAPTURE(i, lengths[i]);
     const gpu::AttendPlan::Task& task = plan.tasks()[i];
@@ -123,10 +123,10 @@ TEST_CASE("attend plan: tasks of many lengths are shared out, every row to one b
     std::vector<std::uint32_t> words(job.words());
     plan.write_words(task, words.data());
     job.lists = words.data();
-    job.first_unit = units;
-    job.first_slice = units / share;
-    units = job.end_unit();
-    job.slices = (units - 1) / share + 1 - job.first_slice;
+    job.first_unit = next_unit;
+    job.first_slice = job.first_unit / share;
+    job.slices = (job.end_unit() - 1) / share + 1 - job.first_slice;
+    next_unit = job.next_unit();
     REQUIRE(job.slices <= task.slices);
     std::vector<std::uint32_t> rows;
     for (std::uint32_t index = 0; index < job.slices; ++index) {
@@ -142,7 +142,9 @@ TEST_CASE("attend plan: tasks of many lengths are shared out, every row to one b
     std::sort(rows.begin(), rows.end());
     REQUIRE(rows == expected);
   }
-  REQUIRE(*std::max_element(of_block.begin(), of_block.end()) == share);
+  const auto [fewest, most] = std::ranges::minmax(of_block);
+  REQUIRE(fewest > 0);
+  REQUIRE(most == share);
   // Of one length and in numbers that fit, they have slices.
   tasks.resize(64, tasks[50]);
   std::fill(tasks.begin(), tasks.end(), tasks[50]);

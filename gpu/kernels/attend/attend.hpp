@@ -46,8 +46,10 @@ struct alignas(16) AttendJob {
   [[nodiscard]] constexpr std::uint32_t words() const noexcept {
     return pages + 2 * pieces + (has_members != 0 ? 2 : 1) * tokens;
   }
-  /// Where the units of the next job begin. One without any counts as one, so that a block writes its result.
+  /// Where the job's units end. One without any counts as one, so that a block writes its result.
   [[nodiscard]] constexpr std::uint32_t end_unit() const noexcept { return first_unit + (units() == 0 ? 1 : units()); }
+  /// Where those of the job behind it begin: until a block goes on with that, it could have attended so many more.
+  [[nodiscard]] constexpr std::uint32_t next_unit() const noexcept { return end_unit() + kAttend.next_job_units; }
 };
 static_assert(sizeof(AttendJob) == 112);
 
@@ -156,7 +158,7 @@ struct AttendArgs {
   std::uint32_t* counters = nullptr;  ///< device scratch, zero before and after
   std::uint32_t partial_count = 0;
   std::uint32_t share = 0;                     ///< units of each block, whichever jobs' they are; 0: it has a slice
-  std::uint32_t units = 0;                     ///< of all jobs, if `share` is not 0
+  std::uint32_t units = 0;                     ///< where the last job's end, if `share` is not 0
   float score_scale = 0.f;                     ///< AttentionShape::score_scale
   float softcap = 0.f;                         ///< of scores that are computed, see AttentionShape; 0: none
   std::uint16_t job_of[kAttend.max_slices]{};  ///< by thread block, the first if it has several

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, (RingMemory<kDim, kTiles>::kBlocks))
     if (threadIdx.x == 0) {
       const AttendJob job = args.jobs != nullptr ? args.jobs[at] : args.inline_jobs[at];
       slice = args.share == 0 ? cut(job, blockIdx.x - job.first_slice) : cut_share(job, blockIdx.x, args.share);
-      goes_on = args.share != 0 && job.end_unit() < min((blockIdx.x + 1) * args.share, args.units);
+      goes_on = args.share != 0 && job.next_unit() < min((blockIdx.x + 1) * args.share, args.units);
     }
     __syncthreads();
     Accumulator<kDim, kTiles> sum;
