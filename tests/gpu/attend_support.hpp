@@ -70,6 +70,16 @@ struct SharedPartial {
   std::span<float> lse;
 };
 
+inline AttendTask attend_task(AttendFixture& fixture, const Problem& problem, const SharedPartial& out) {
+  AttendTask task;
+  task.q = fixture.q(problem).data();
+  task.kv = fixture.kv(problem);
+  task.out = out.view();
+  return task;
+}
+
+inline std::vector<std::uint32_t> all_tokens(std::uint32_t count) { return random_tokens(count, 2.0, 1); }
+
 /// ||a - b|| / ||b||; infinite if anything is not finite.
 inline double relative_l2(std::span<const float> a, std::span<const double> b) {
   double difference = 0.0;
