@@ -51,7 +51,7 @@ CaseTimes time_case(SyntheticForwardsOptions options, const SyntheticLayer& laye
   const bool graph = can_capture(*device, options.handover);
   const std::uint32_t timed = layer.options().steps - warm_up;
   const PageLayout& layout = layer.options().layout;
-  CaseTimes times;
+  CaseTimes times{.rows = options.rows};
   {
     SyntheticForwards forwards(options, layer, steps, device);
     (void)forwards.time(warm_up, graph);
@@ -83,9 +83,9 @@ CaseTimes time_case(SyntheticForwardsOptions options, const SyntheticLayer& laye
   return times;
 }
 
-void correct(CaseTimes& times, double forward_us_per_layer) {
+void correct(CaseTimes& times) {
   constexpr double kLeast = 0.1;  // Of what was stamped.
-  const double wanted = times.layer_us - forward_us_per_layer - times.waited_us;
+  const double wanted = times.layer_us - times.apart_us - times.waited_us;
   double stamped = 0.0;
   std::uint32_t stages = 0;
   for (std::uint32_t i = 0; i < kStages; ++i) {

@@ -13,7 +13,9 @@ namespace sluice::tools {
 
 /// What a layer of a forward took, in microseconds, and moved.
 struct CaseTimes {
+  std::uint32_t rows = 1;
   double layer_us = 0.0;      ///< of forwards that were not traced
+  double apart_us = 0.0;      ///< of it, its part of what a forward takes beside its layers
   double waited_us = 0.0;     ///< of it, that the device waited for the CPU
   double answer_us = 0.0;     ///< that the CPU took from seeing the question to its answer
   double far_bytes = 0.0;     ///< that it attended meanwhile
@@ -31,7 +33,7 @@ struct CaseTimes {
                                   std::uint32_t warm_up);
 
 /// Of the device's stages, what stamps cost and what kernels that overlap save: taken off each alike, so that the
-/// stages together take what a layer takes in forwards that are not traced.
-void correct(CaseTimes& times, double forward_us_per_layer);
+/// stages together take what a layer takes, beside `apart_us`, in forwards that are not traced.
+void correct(CaseTimes& times);
 
 }  // namespace sluice::tools

@@ -28,13 +28,13 @@ Measured read_row(const json& config, const json& row) {
   work.policy = parse_policy(measured.policy);
   work.policy.dense_layers = work.policy.dense_every = 0;  // As it was timed.
   work.policy.rehearsed = false;
-  work.placement = parse_placement(row.at("placement").get<std::string>());
+  work.near_share = config.at("near").get<double>();
+  place(row.at("placement").get<std::string>(), work);
   if (work.placement == PlacementMode::hybrid) work.fetch_share = config.value("fetch_share", 0.f);
   work.page_tokens = work.policy.page_tokens == 0 ? kGpuPageTokens : work.policy.page_tokens;
   work.rows = row.at("rows").get<std::uint32_t>();
   work.tokens = row.at("length_tokens").get<std::uint32_t>() + config.at("warm_up").get<std::uint32_t>() +
                 config.at("steps").get<std::uint32_t>() / 2;
-  work.near_share = config.at("near").get<double>();
   const double near = share_of(row, "near_share");
   work.attended = near + share_of(row, "far_share") + share_of(row, "fetched_share");
   work.attended_known = true;
