@@ -141,8 +141,7 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, std::ui
     if (at >= group * head_dim) return float4{};
     return *reinterpret_cast<const float4*>(m.near_out + first * head_dim + at);
   };
-  // Of teams there is none. Else all heads of the group have the same value.
-  const Rest rest(m, blockIdx.x, !kTeams && here.rest != 0 ? rest_parts : 0);
+  const Rest rest(m, blockIdx.x, here.rest != 0 ? rest_parts : 0);  // All heads of the group have the same value.
   const auto rest_out = [&](std::uint32_t at) { return rest.value(at % head_dim); };
   float4 rests = rest_out(4 * threadIdx.x);
   const float rest_lse = threadIdx.x < group ? rest.weight(threadIdx.x) : kEmptyLse;
