@@ -1,7 +1,6 @@
 #include "tools/cli/plan/calibration.hpp"
 
 #include <algorithm>
-#include <functional>
 #include <iterator>
 #include <optional>
 #include <string>
@@ -10,6 +9,7 @@
 #include "scheduler/plan/fitted_cost.hpp"
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
+#include "tools/cli/bench/gpu_cases.hpp"
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/plan/calibration_cases.hpp"
 #include "tools/cli/plan/case_times.hpp"
@@ -27,12 +27,6 @@ constexpr std::uint32_t kPageTokens = 16;
 constexpr std::uint32_t kDensePageTokens = 256;
 /// Of the memory that can be had, what engines of a calibration take at most.
 constexpr std::uint64_t kMemoryPart = 4;
-
-/// What was timed of a policy that is not the default.
-struct OtherCases {
-  std::string policy;
-  std::vector<CaseTimes> alone, together;
-};
 
 class Calibration {
  public:
@@ -68,8 +62,7 @@ class Calibration {
   }
 
   void measure(const CalibrationCase& each) {
-    PolicySpec policy = parse_policy(each.policy);
-    policy.dense_layers = policy.dense_every = 0;
+    PolicySpec policy = timed_policy(each.policy);
     if (each.wide) policy.near.recent_tokens = each.tokens / 4;
     SyntheticOptions synthetic{.shape = shape_,
                                .layout = {.page_tokens = policy.page_tokens == 0 ? kPageTokens : policy.page_tokens,
@@ -100,17 +93,19 @@ class Calibration {
   }
 
   void keep(const CalibrationCase& each, const CaseTimes& times) {
-    if (each.placement == PlacementMode::stream) {
-      streamed_.push_back(times);
-    } else if (std::string_view(each.policy) != kDefaultPolicy) {
-      auto other = std::ranges::find(others_, each.policy, &OtherCases::policy);
-      if (other == others_.end()) other = others_.insert(other, {.policy = each.policy, .alone = {}, .together = {}});
-      (each.rows == 1 ? other->alone : other->together).push_back(times);
-    } else if (each.wide) {
-      (each.rows == 1 ? one_ : batch_).wide = times;
-    } else {
-      (each.rows == 1 ? one_ : batch_).plain.push_back(times);
+    if (std::string_view(each.policy) == kDefaultPolicy && each.placement == PlacementMode::hybrid) {
+      DefaultCases& cases = each.rows == 1 ? one_ : batch_;
+      each.wide ? static_cast<void>(cases.wide = times) : cases.plain.push_back(times);
+      return;
     }
+    if (each.placement == PlacementMode::stream) streamed_.push_back(times);
+    if (std::string_view(each.policy) == kDefaultPolicy) return;
+    auto other = std::ranges::find(others_, each.policy, &PolicyCases::policy);
+    if (other == others_.end()) other = others_.insert(other, {.policy = each.policy});
+    auto& cases = each.placement == PlacementMode::stream ? other->streamed
+                  : each.rows == 1                        ? other->alone
+                                                          : other->together;
+    cases.push_back(times);
   }
 
   /// What does not grow with the layers, from two numbers of them.
@@ -151,27 +146,29 @@ class Calibration {
     if (forward_us_) rates.forward_us = *forward_us_;
     if (const auto cost = scheduler::fitted_cost(dense_, rates.device_gbps)) machine_.dense = *cost;
     fit_cpu();
-    if (const auto cost = rest_cost(Stage::fetch, streamed_, rates)) rates.stage(Stage::fetch) = cost;
     fit_others();
   }
 
-  /// Those for which the device chooses first: where the CPU does, digests are ranked as well.
+  /// Those for which the device chooses first: where the CPU does, digests are ranked as well. Rows that the CPU has
+  /// chosen are most of what is fetched.
   void fit_others() {
-    const auto by_cpu = [](const OtherCases& cases) {
-      return scheduler::chooser(parse_policy(cases.policy)) == scheduler::Chooser::cpu;
-    };
-    std::ranges::stable_partition(others_, std::not_fn(by_cpu));
     scheduler::LaneRates& rates = machine_.rates;
-    for (const OtherCases& cases : others_) {
-      const PolicySpec policy = parse_policy(cases.policy);
-      PolicyCosts costs{.policy = cases.policy, .stages = policy_costs(policy, cases.alone, rates)};
-      costs.batch = policy_costs(policy, cases.together, rates);
-      // What of it no default has, policies that are like none of these take as long for.
-      for (const Stage stage : {Stage::rank, Stage::choose_far}) {
-        const auto& cost = costs.stages[static_cast<std::size_t>(stage)];
-        if (cost && !rates.stage(stage)) rates.stage(stage) = cost;
-      }
-      machine_.policies.push_back(std::move(costs));
+    const auto by_device = [](const PolicyCases& cases) {
+      return scheduler::chooser(parse_policy(cases.policy)) == scheduler::Chooser::device;
+    };
+    const auto by_cpu = std::ranges::stable_partition(others_, by_device).begin();
+    for (auto cases = others_.begin(); cases != by_cpu; ++cases) fit(*cases);
+    if (const auto cost = fetch_cost(streamed_, rates)) rates.stage(Stage::fetch) = cost;
+    for (auto cases = by_cpu; cases != others_.end(); ++cases) fit(*cases);
+  }
+
+  void fit(const PolicyCases& cases) {
+    scheduler::LaneRates& rates = machine_.rates;
+    machine_.policies.push_back(policy_costs(cases, rates));
+    // What no default has takes as long for policies that are like none of these.
+    for (const Stage stage : {Stage::rank, Stage::choose_far}) {
+      const auto& cost = machine_.policies.back().stages[static_cast<std::size_t>(stage)];
+      if (cost && !rates.stage(stage)) rates.stage(stage) = cost;
     }
   }
 
@@ -202,8 +199,8 @@ class Calibration {
   DefaultCases one_, batch_;  ///< of one sequence, and of kBatchRows
   std::vector<CostSample> dense_;
   std::vector<CaseTimes> answered_;  ///< of these, where the CPU was asked
-  std::vector<CaseTimes> streamed_;  ///< of the default, placed so
-  std::vector<OtherCases> others_;
+  std::vector<CaseTimes> streamed_;  ///< of all policies, placed so
+  std::vector<PolicyCases> others_;
   std::optional<double> forward_us_;
 };
 

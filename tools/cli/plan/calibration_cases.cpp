@@ -8,23 +8,35 @@ namespace {
 using Case = CalibrationCase;
 
 constexpr PlacementMode kStream = PlacementMode::stream;
+constexpr std::uint32_t kShort = 8192, kMiddle = 16384, kLong = 32768, kLongest = 131072;
+
 constexpr double kMuchNear = 0.4;
-constexpr std::uint32_t kShort = 8192, kLong = 32768, kLongest = 131072;
 
 /// Policies whose forwards are not alike, see PolicyCosts.
 struct Other {
   const char* policy;
-  std::uint32_t longest_batch;  ///< tokens; 0: no batch is measured
-  bool device = true;           ///< which chooses
+  std::uint32_t longest_batch = 0;  ///< tokens; 0: no batch is measured
+  /// Where the device chooses, of so many that it hardly waits for the CPU; 0: the CPU chooses.
+  double near_share = 0.0;
+  bool streams = false;  ///< the CPU's choice is timed apart from what it attends
+
+  [[nodiscard]] constexpr bool by_device() const noexcept { return near_share != 0.0; }
 };
-constexpr std::array<Other, 8> kOthers{{{"quest", kLong},
-                                        {"twilight", kLong},
-                                        {"exact | int4 | top_p=0.95", 0},
-                                        {"tactic | int4", 0},
-                                        {"streaming", 0},
-                                        {"lfps", 16384, false},
-                                        {"topk", 16384, false},
-                                        {"psa", 16384, false}}};
+constexpr std::array<Other, 15> kOthers{{{"quest", kLong, kMuchNear},
+                                         {"twilight", kLong, kMuchNear},
+                                         {"exact | int4 | top_p=0.95", kLong, kMuchNear},
+                                         {"tactic | int4", kLong, 1.0},
+                                         {"streaming", 0, kMuchNear},
+                                         {"lfps", kMiddle, 0.0, true},
+                                         {"topk", kMiddle, 0.0, true},
+                                         {"psa", kMiddle, 0.0, true},
+                                         {"tactic"},
+                                         {"magicpig"},
+                                         {"snapkv"},
+                                         {"double_sparsity"},
+                                         {"adamas"},
+                                         {"vattention"},
+                                         {"infinigen"}}};
 
 /// On a GPU near rows may be attended in `split`, from which windows of two lengths tell them apart.
 std::vector<Case> of_default(Effort effort) {
@@ -53,27 +65,32 @@ void add_dense(std::vector<Case>& cases, std::uint32_t tokens, Case like) {
   cases.push_back(like);
 }
 
-/// Where the device chooses, with so much near that it hardly waits for the CPU; and once as little as the default has,
-/// which tells what the CPU takes. Where the CPU chooses, that is most of the time, whatever is near.
+/// Where the device chooses, once as little near as the default has, too, which tells what the CPU takes. Where the CPU
+/// chooses, that is most of the time, whatever is near.
 void add_others(std::vector<Case>& cases) {
   constexpr Case kLike{.layers = 8, .warm_up = 32, .steps = 12};
   for (const std::uint32_t tokens : {kShort, kLong}) add_dense(cases, tokens, kLike);
   for (const Other& other : kOthers) {
     Case each = kLike;
     each.policy = other.policy;
-    each.tokens = kLong;
-    if (other.device) {
-      cases.push_back(each);
-      each.near_share = kMuchNear;
-    }
     const auto add = [&](std::uint32_t tokens) {
       each.tokens = tokens;
       cases.push_back(each);
     };
-    for (const std::uint32_t tokens : {kShort, kLong}) add(tokens);
+    for (const std::uint32_t tokens : {kShort, kLong}) {
+      add(tokens);
+      if (!other.by_device() && !other.streams) continue;
+      cases.push_back(each);
+      if (other.by_device()) cases.back().near_share = other.near_share;
+      if (other.streams) cases.back().placement = kStream;
+    }
     if (other.longest_batch == 0) continue;
     each.rows = kBatchRows;
-    if (!other.device) each.layers = 4;
+    if (other.by_device()) {
+      each.near_share = other.near_share;
+    } else {
+      each.layers = 4;
+    }
     for (const std::uint32_t tokens : {kShort, other.longest_batch}) add(tokens);
   }
 }
@@ -99,8 +116,13 @@ std::vector<Case> on_host(Effort effort) {
   for (const std::uint32_t tokens : {kTiny, kSmall}) add_dense(cases, tokens, like);
   for (const Other& other : kOthers) {
     like.policy = other.policy;
-    like.near_share = other.device ? kMuchNear : 0.0;
-    for (const std::uint32_t tokens : {kTiny, kSmall}) add(tokens);
+    like.near_share = other.near_share;
+    for (const std::uint32_t tokens : {kTiny, kSmall}) {
+      add(tokens);
+      if (!other.streams) continue;
+      cases.push_back(like);
+      cases.back().placement = kStream;
+    }
   }
   return cases;
 }

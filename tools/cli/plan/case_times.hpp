@@ -19,12 +19,17 @@ struct CaseTimes {
   double waited_us = 0.0;     ///< of it, that the device waited for the CPU
   double answer_us = 0.0;     ///< that the CPU took from seeing the question to its answer
   double far_bytes = 0.0;     ///< that it attended meanwhile
-  double scored_bytes = 0.0;  ///< and read before that, to choose
+  double scored_bytes = 0.0;  ///< and read before that, to choose, see scored_share
+  double scored_share = 0.0;  ///< of the tokens of each row and KV head
   /// [kStages] of traced forwards, without what was waited for; and the bytes on the stage's own lane.
   std::array<double, kStages> stage_us{};
   std::array<double, kStages> stage_bytes{};
   std::array<bool, kStages> ran{};
 };
+
+/// Of the tokens, those whose keys count as read where the CPU chooses: as many as an engine has counted, or all where a
+/// policy keeps something else of each, such as labels, which are not counted.
+[[nodiscard]] double scored_share(const PolicySpec& policy, double counted) noexcept;
 
 /// Times engines of their own on the layer: one that is not traced, and one that is.
 /// @throws Interrupted

@@ -124,6 +124,11 @@ std::vector<PolicyCosts> policies_of(const json& document) {
     const json batch = each.value("batch", json::object());
     if (!batch.is_object()) throw Error(Errc::corrupt, where + ": batch is " + shown(batch) + "; it must be an object");
     costs.batch = costs_of(batch, where + ": batch: stages");
+    const json scored = each.value("scored", json(0.0));
+    constexpr double kMostScored = 16.0;  // Of the tokens: a policy may look at some more than once.
+    if (!scored.is_number() || !(scored.get<double>() >= 0.0 && scored.get<double>() <= kMostScored))
+      throw Error(Errc::corrupt, where + ": scored is " + shown(scored) + "; it must be a number in [0, 16]");
+    costs.scored = scored.get<double>();
     policies.push_back(std::move(costs));
   }
   return policies;
@@ -179,6 +184,7 @@ Json to_json(const Machine& machine) {
   for (const PolicyCosts& costs : machine.policies) {
     Json entry{{"policy", costs.policy}, {"stages", costs_json(costs.stages)}};
     if (Json batch = costs_json(costs.batch); !batch.empty()) entry["batch"] = {{"stages", std::move(batch)}};
+    if (costs.scored != 0.0) entry["scored"] = costs.scored;
     document["policies"].push_back(std::move(entry));
   }
   return document;

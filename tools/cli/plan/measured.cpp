@@ -7,6 +7,7 @@
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/engine_flags.hpp"
 #include "tools/cli/far_flag.hpp"
+#include "tools/cli/plan/case_times.hpp"
 #include "tools/llama/files.hpp"
 #include "tools/llama/json_text.hpp"
 
@@ -40,7 +41,7 @@ Measured read_row(const json& config, const json& row) {
   work.attended_known = true;
   work.near_hits = work.attended == 0.0 ? 1.0 : near / work.attended;
   work.promoted = share_of(row, "promoted") / work.rows;
-  work.scored = row.value("scored_share", 0.0);
+  work.scored = scored_share(work.policy, row.value("scored_share", 0.0));
   measured.layer_us = share_of(row, "layer_us");
   measured.dense_us = share_of(row, "dense_us");
   return measured;

@@ -4,6 +4,7 @@
 #include <memory>
 #include <utility>
 
+#include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "sluice/units.hpp"
 #include "tools/cli/bench/shapes.hpp"
@@ -102,7 +103,12 @@ class Plans {
       for (const std::string& placement : split_list(options_.placements)) {
         work.near_share = parse_share(options_.near, "--near");
         work.near_hits = parse_share(options_.near_hits, "--near-hits");
+        const bool by_cpu = scheduler::chooser(work.policy) == scheduler::Chooser::cpu;
         place(placement, work);
+        // The CPU attends what it chooses in place.
+        if (by_cpu && work.placement == PlacementMode::hybrid) work.near_hits = 0.0;
+        const PolicyCosts* const costs = like(work.policy, machine_.policies);
+        work.scored = costs != nullptr ? costs->scored : by_cpu ? 1.0 : 0.0;
         work.fetch_share = share_for(work.placement, fetch_share_);
         for (const std::uint32_t tokens : lengths) {
           work.tokens = tokens;

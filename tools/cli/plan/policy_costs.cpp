@@ -17,11 +17,6 @@ using scheduler::StageCosts;
 
 constexpr std::size_t at(Stage stage) noexcept { return static_cast<std::size_t>(stage); }
 
-double lane_gbps(Stage stage, const LaneRates& rates) noexcept {
-  const Lane lane = lane_of(stage);
-  return lane == Lane::cpu ? rates.cpu_gbps : lane == Lane::link ? rates.link_gbps : rates.device_gbps;
-}
-
 bool has(const CaseTimes& times, Stage stage) noexcept {
   if (stage == Stage::choose_far) return times.scored_bytes > 0.0;
   if (stage == Stage::attend_far) return times.far_bytes > 0.0;
@@ -58,10 +53,8 @@ void tell_near_apart(CaseTimes& times, const LaneRates& rates) {
 
 StageCosts device_costs(std::span<const CaseTimes> cases, const LaneRates& rates) {
   DefaultCases told;
-  std::vector<CostSample> ranked, answered;
+  std::vector<CostSample> ranked;
   for (CaseTimes times : cases) {
-    if (times.far_bytes > 0.0)
-      answered.push_back({.us = times.answer_us + rates.hand_over_us, .bytes = times.far_bytes});
     if (!tells_device(times)) continue;
     tell_near_apart(times, rates);
     told.plain.push_back(times);
@@ -70,8 +63,21 @@ StageCosts device_costs(std::span<const CaseTimes> cases, const LaneRates& rates
   }
   StageCosts costs = default_costs(told, rates.device_gbps);
   costs[at(Stage::rank)] = scheduler::fitted_cost(ranked, rates.device_gbps);
-  costs[at(Stage::attend_far)] = scheduler::fitted_cost(answered, rates.cpu_gbps);
   return costs;
+}
+
+/// Of a stage of the CPU: what its answers took beyond the other one. `rates` have what that takes.
+std::optional<StageCost> answer_cost(Stage stage, std::span<const CaseTimes> cases, const LaneRates& rates) {
+  const Stage other = stage == Stage::choose_far ? Stage::attend_far : Stage::choose_far;
+  constexpr double kLeastUs = 0.1;
+  std::vector<CostSample> samples;
+  for (const CaseTimes& times : cases) {
+    if (!has(times, stage)) continue;
+    // Nothing is attended where that is fetched.
+    const double us = times.answer_us + rates.hand_over_us - cost_us(other, times, rates);
+    samples.push_back({.us = std::max(us, kLeastUs), .bytes = bytes_of(times, stage)});
+  }
+  return scheduler::fitted_cost(samples, rates.cpu_gbps);
 }
 
 }  // namespace
@@ -81,40 +87,55 @@ bool alike(const PolicySpec& a, const PolicySpec& b) noexcept {
          scheduler::chooser(a) == scheduler::chooser(b);
 }
 
+const PolicyCosts* like(const PolicySpec& policy, std::span<const PolicyCosts> costs) {
+  const auto found =
+      std::ranges::find_if(costs, [&](const PolicyCosts& each) { return alike(policy, parse_policy(each.policy)); });
+  return found == costs.end() ? nullptr : &*found;
+}
+
 LaneRates rates_for(const PolicySpec& policy, std::span<const PolicyCosts> costs, const LaneRates& rates) {
   LaneRates result = rates;
-  for (const PolicyCosts& each : costs) {
-    if (!alike(policy, parse_policy(each.policy))) continue;
-    for (std::uint32_t i = 0; i < kStages; ++i) {
-      if (!each.stages[i] && !each.batch[i]) continue;
-      if (each.stages[i]) result.stages[i] = each.stages[i];
-      result.batch[i] = each.batch[i];
-    }
-    break;
+  const PolicyCosts* const found = like(policy, costs);
+  if (found == nullptr) return result;
+  for (std::uint32_t i = 0; i < kStages; ++i) {
+    if (!found->stages[i] && !found->batch[i]) continue;
+    if (found->stages[i]) result.stages[i] = found->stages[i];
+    result.batch[i] = found->batch[i];
   }
   return result;
 }
 
-std::optional<StageCost> rest_cost(Stage stage, std::span<const CaseTimes> cases, const LaneRates& rates) {
+std::optional<StageCost> fetch_cost(std::span<const CaseTimes> streamed, const LaneRates& rates) {
+  constexpr double kLeastUs = 0.1;
   std::vector<CostSample> samples;
-  for (const CaseTimes& times : cases) {
-    if (!has(times, stage)) continue;
-    double rest = times.layer_us - times.apart_us;
+  for (const CaseTimes& times : streamed) {
+    if (!has(times, Stage::fetch)) continue;
+    double rest = times.layer_us - times.apart_us - times.waited_us;
     for (const Stage which :
-         {Stage::append, Stage::rank, Stage::score, Stage::choose, Stage::split, Stage::fetch, Stage::merge})
-      rest -= which == stage ? 0.0 : cost_us(which, times, rates);
-    const double near_us = cost_us(Stage::attend, times, rates), far_us = cost_us(Stage::attend_far, times, rates);
-    rest -= stage == Stage::choose_far ? far_us : std::max(near_us, far_us);
-    constexpr double kLeastUs = 0.1;
-    samples.push_back({.us = std::max(rest, kLeastUs), .bytes = bytes_of(times, stage)});
+         {Stage::append, Stage::rank, Stage::score, Stage::choose, Stage::split, Stage::attend, Stage::merge})
+      rest -= cost_us(which, times, rates);
+    samples.push_back({.us = std::max(rest, kLeastUs), .bytes = bytes_of(times, Stage::fetch)});
   }
-  return scheduler::fitted_cost(samples, lane_gbps(stage, rates));
+  return scheduler::fitted_cost(samples, rates.link_gbps);
 }
 
-StageCosts policy_costs(const PolicySpec& policy, std::span<const CaseTimes> cases, const LaneRates& rates) {
-  if (scheduler::chooser(policy) == scheduler::Chooser::device) return device_costs(cases, rates);
-  StageCosts costs{};
-  costs[at(Stage::choose_far)] = rest_cost(Stage::choose_far, cases, rates);
+PolicyCosts policy_costs(const PolicyCases& cases, const LaneRates& rates) {
+  PolicyCosts costs{.policy = cases.policy};
+  if (scheduler::chooser(parse_policy(cases.policy)) == scheduler::Chooser::device) {
+    costs.stages = device_costs(cases.alone, rates);
+    costs.stages[at(Stage::attend_far)] = answer_cost(Stage::attend_far, cases.alone, rates);
+    costs.batch = device_costs(cases.together, rates);
+    return costs;
+  }
+  LaneRates told = rates;
+  const auto set = [&](Stage stage, std::span<const CaseTimes> of) {
+    costs.stages[at(stage)] = told.stages[at(stage)] = answer_cost(stage, of, told);
+  };
+  const bool apart = !cases.streamed.empty();
+  set(Stage::choose_far, apart ? cases.streamed : cases.alone);
+  if (apart) set(Stage::attend_far, cases.alone);
+  if (!cases.alone.empty()) costs.scored = cases.alone.back().scored_share;
+  costs.batch[at(Stage::choose_far)] = answer_cost(Stage::choose_far, cases.together, told);
   return costs;
 }
 

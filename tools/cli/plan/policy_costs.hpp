@@ -17,23 +17,34 @@ struct PolicyCosts {
   std::string policy;
   scheduler::StageCosts stages{};
   scheduler::StageCosts batch{};  ///< see LaneRates::batch; of what has none, a batch takes what its bytes take
+  double scored = 0.0;            ///< see CaseTimes::scored_share, of the longest sequence
 };
 
 /// Whether two policies choose of the same, by the same estimates and up to the same kind of budget.
 [[nodiscard]] bool alike(const PolicySpec& a, const PolicySpec& b) noexcept;
 
-/// The rates with the costs of the first that is alike.
+/// The first that is; null if none is.
+/// @throws as parse_policy
+[[nodiscard]] const PolicyCosts* like(const PolicySpec& policy, std::span<const PolicyCosts> costs);
+
+/// The rates with its costs.
 /// @throws as parse_policy
 [[nodiscard]] scheduler::LaneRates rates_for(const PolicySpec& policy, std::span<const PolicyCosts> costs,
                                              const scheduler::LaneRates& rates);
 
-/// Costs that forwards of such a policy fit, all of one sequence or all of a batch, beside `rates`, which hold for the
-/// default. Where the CPU chooses, that takes what is left of a layer, and there are no others.
-[[nodiscard]] scheduler::StageCosts policy_costs(const PolicySpec& policy, std::span<const CaseTimes> cases,
-                                                 const scheduler::LaneRates& rates);
+/// What was timed of a policy.
+struct PolicyCases {
+  std::string policy;
+  std::vector<CaseTimes> alone{}, together{};  ///< one sequence, and a batch, placed hybrid
+  std::vector<CaseTimes> streamed{};           ///< one sequence, placed stream
+};
 
-/// Of one stage that the default has none of: what is left of the layers that have it.
-[[nodiscard]] std::optional<scheduler::StageCost> rest_cost(Stage stage, std::span<const CaseTimes> cases,
-                                                            const scheduler::LaneRates& rates);
+/// The costs that they fit beside `rates`, which hold for the default. Where the CPU chooses, that is told from the cases
+/// that stream, in which it attends nothing, if there are any.
+[[nodiscard]] PolicyCosts policy_costs(const PolicyCases& cases, const scheduler::LaneRates& rates);
+
+/// Of `fetch`, which the default has none of: what is left of layers that stream.
+[[nodiscard]] std::optional<scheduler::StageCost> fetch_cost(std::span<const CaseTimes> streamed,
+                                                             const scheduler::LaneRates& rates);
 
 }  // namespace sluice::tools
