@@ -39,6 +39,7 @@ KernelLimits load_all_kernels() {
   load_top_k_kernels();
   load_forward_kernels();
   return {.warpgroups = Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels(),
+          .attend_ring = load_attend_ring_kernels(),
           .longest_top_p = load_top_p_kernels(),
           .longest_top_k = load_top_k_cluster_kernels(),
           .split = load_forward_split_kernels()};
