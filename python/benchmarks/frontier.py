@@ -118,20 +118,22 @@ def draw(all_: list[Point], gpu: str, file: Path) -> None:
     from papers.drawing import BLUE, GREEN, beside, save
 
     lengths = sorted({length for point in all_ for length in point.layer_us})
-    costs = [("bytes read at 8K, share of dense attention's", lambda point: point.bytes_share, BLUE),
-             *((f"us a layer at {length // 1024}K, {gpu}", lambda point, length=length: point.layer_us.get(length), GREEN)
+    costs = [("bytes at 8K, of dense", lambda point: point.bytes_share, BLUE),
+             *((f"us a layer, {length // 1024}K", lambda point, length=length: point.layer_us.get(length), GREEN)
                for length in lengths)]
+    presets = [point for point in all_ if "|" not in point.policy]  # Compositions have long names.
     figure, panels = beside(len(costs), height=3.4, sharey=True)
     for axes, (title, cost, colour) in zip(panels, costs):
-        shown = [point for point in all_ if cost(point) is not None]
+        shown = [point for point in presets if cost(point) is not None]
         axes.scatter([cost(point) for point in shown], [point.accuracy for point in shown], s=14, color=colour, zorder=3)
-        best = frontier(all_, cost)
+        best = frontier(presets, cost)
         axes.step([cost(point) for point in best], [point.accuracy for point in best], where="post", color=colour, alpha=0.4)
         for i, point in enumerate(shown):
             axes.annotate(point.policy, (cost(point), point.accuracy), fontsize=5.5, rotation=35,
                           xytext=(2, 3 if i % 2 else -8), textcoords="offset points")
         axes.set(xlabel=title, xscale="log", ylim=(-0.05, 1.12))
     panels[0].set(ylabel="right answers, a share")
+    figure.suptitle(f"times: {gpu}", fontsize=8)
     save(figure, file)
 
 

@@ -218,7 +218,7 @@ TEST_CASE("plan: memory by component is that of the engine, and of its policy") 
     REQUIRE(kv * (1.0 + share("pinned_share") + share("policies_share")) ==
             Approx(whole.at("host_bytes").get<double>()));
     REQUIRE(share("near_share") == Approx(0.1).epsilon(0.03));  // Whole pages.
-    REQUIRE((share("digests_share") > 0.0) == (i != 2));  // Of keys, or of values for the rest.
+    REQUIRE((share("digests_share") > 0.0) == (i != 2));        // Of keys, or of values for the rest.
     REQUIRE((share("policies_share") > 0.0) == (i == 2));
   }
 }
@@ -278,7 +278,8 @@ TEST_CASE("doctor writes a machine that plan reads") {
   REQUIRE(written.at("batch").at("stages").contains("split"));
   std::set<std::string> policies;
   for (const json& each : written.at("policies")) policies.insert(each.at("policy"));
-  for (const char* const policy : {"full", "quest", "twilight", "lfps", "topk", "psa"}) REQUIRE(policies.contains(policy));
+  for (const char* const policy : {"full", "quest", "twilight", "lfps", "topk", "psa"})
+    REQUIRE(policies.contains(policy));
   const Outcome outcome = sluice::test::sluice("plan -o json --length 8K --machine '" + path + "'");
   REQUIRE(outcome.code == 0);
   REQUIRE(json::parse(outcome.out).at("config").at("machine") == written);

@@ -24,7 +24,9 @@ LaneRates default_rates() {
   return rates;
 }
 
-double us_of(const StageCost& cost, double bytes, double gbps) { return cost.fixed_us + bytes / (cost.share * gbps * 1e3); }
+double us_of(const StageCost& cost, double bytes, double gbps) {
+  return cost.fixed_us + bytes / (cost.share * gbps * 1e3);
+}
 
 void put(CaseTimes& times, Stage stage, double us, double bytes) {
   times.ran[at(stage)] = true;

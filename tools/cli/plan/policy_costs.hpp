@@ -39,8 +39,8 @@ struct PolicyCases {
   std::vector<CaseTimes> streamed{};           ///< one sequence, placed stream
 };
 
-/// The costs that they fit beside `rates`, which hold for the default. Where the CPU chooses, that is told from the cases
-/// that stream, in which it attends nothing, if there are any.
+/// The costs that they fit beside `rates`, which hold for the default. Where the CPU chooses, that is told from the
+/// cases that stream, in which it attends nothing, if there are any.
 [[nodiscard]] PolicyCosts policy_costs(const PolicyCases& cases, const scheduler::LaneRates& rates);
 
 /// Of `fetch`, which the default has none of: what is left of layers that stream.
