@@ -21,11 +21,15 @@ struct AttendTuning {
   std::uint32_t whole_units = 16;     ///< tasks up to this are one slice: merging would cost more than it saves
   std::uint32_t min_slice_units = 8;  ///< one per warp
   std::uint32_t waves = 3;            ///< of slices, when there are more tasks than blocks fit the machine
+  std::uint32_t next_job_units = 12;  ///< what a block could attend until it goes on with another job
   std::uint32_t stage_words = 6000;   ///< row lists of a slice in shared memory
+  std::uint32_t ring_words = 2800;    ///< the same where K and V come through shared memory, too
   std::uint32_t max_slices = 1024;    ///< per launch: which job each belongs to travels as a kernel argument
   friend constexpr bool operator==(const AttendTuning&, const AttendTuning&) = default;
 };
 inline constexpr AttendTuning kAttend{};
+/// What a multiprocessor must have for that: 9.0 and 10.0 do.
+inline constexpr std::uint32_t kRingSharedBytes = 228 * 1024;
 
 /// Prefill. A thread block owns `rows` (token, head) pairs of one KV head and walks over tiles of `keys` keys.
 struct PrefillTuning {
@@ -52,6 +56,7 @@ struct AttendVariant {
   bool capped = false;           ///< scores are soft-capped
   /// K and V are e4m3 rows with scales, multiplied as bf16; not with given scores.
   bool scaled = false;
+  bool ring = false;  ///< K and V come through shared memory: neither scored nor scaled
   [[nodiscard]] constexpr std::uint32_t heads() const noexcept { return 8 * head_tiles; }
   friend constexpr bool operator==(const AttendVariant&, const AttendVariant&) = default;
 };
@@ -71,6 +76,11 @@ struct PrefillVariant {
 /// Blocks of a variant that run at once on one multiprocessor.
 [[nodiscard]] constexpr std::uint32_t blocks_per_sm(const AttendVariant& variant) noexcept {
   return variant.head_tiles == 1 && !variant.scored && variant.head_dim <= 128 ? kAttend.blocks_per_sm : 1;
+}
+
+/// Words of row lists that a slice may have.
+[[nodiscard]] constexpr std::uint32_t list_words(const AttendVariant& variant) noexcept {
+  return variant.ring ? kAttend.ring_words : kAttend.stage_words;
 }
 
 /// Which decode kernel serves this shape. Groups of more than 16 heads read K and V once per 16; per 8 beyond head_dim
@@ -100,7 +110,7 @@ struct PrefillVariant {
 [[nodiscard]] inline std::string to_string(const AttendVariant& variant) {
   return std::string("attend ") + to_string(variant.dtype) + " d" + std::to_string(variant.head_dim) + " heads" +
          std::to_string(variant.heads()) + (variant.scored ? " scored" : "") + (variant.capped ? " capped" : "") +
-         (variant.scaled ? " scaled" : "");
+         (variant.scaled ? " scaled" : "") + (variant.ring ? " ring" : "");
 }
 
 /// "prefill bf16 d128 terms2", "prefill bf16 d128 terms1 warpgroups"

@@ -215,7 +215,7 @@ typedef struct sluice_engine_options {
   /// GPU chooses of it (`history | int4 |` top_k; top_p in buckets with SLUICE_BUCKET_UNBOUNDED) while the CPU learns.
   /// With SLUICE_HANDOVER_DEVICE; engines on SLUICE_DEVICE_CPU have it off
   uint32_t forecasts;
-  /// A switch (0): means of the values of full pages are kept, for policies with rest=mean; of the host device alone
+  /// A switch (0): means of the values of full pages are kept, for policies with rest=mean, as the default
   uint32_t value_means;
   uint32_t reserved;      ///< 0
 } sluice_engine_options;

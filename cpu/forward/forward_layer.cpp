@@ -43,7 +43,11 @@ float merge_head(const ForwardMemory& m, std::uint64_t h, const ForwardRow& row,
   };
   if (m.near_counts[index] != 0 || row.drafts != 0) add(m.near_out + at, m.near_lse[h]);
   if (m.fetches() && (m.fetch_heads[index] >> h % m.shape.group() & 1) != 0) add(m.fetched_out + at, m.fetched_lse[h]);
-  if (row.rest != 0 && m.rest_lse[h] != kEmptyLse) add(m.rest_out + index * m.shape.head_dim, m.rest_lse[h]);
+  if (row.rest != 0) {
+    const auto list = static_cast<std::uint32_t>(index);
+    const float* const rest = m.rest_mass_of(list) + 2 * (h % m.shape.group());
+    if (rest[1] != 0.f) add(m.rest_out_of(list), rest[0]);
+  }
   const bool listed = m.far_listed[index] != m.fetched_of(m.far_listed[index]);
   if (row.asks != 0 ? m.far_lse[h] != kEmptyLse : listed) add(m.far_out + at, m.far_lse[h]);
   if (numbers) return lse;

@@ -4,6 +4,7 @@
 #include <numeric>
 #include <vector>
 
+#include "cpu/backend/verbs.hpp"
 #include "cpu/forward/forward_layer.hpp"
 #include "cpu/forward/forward_marks.hpp"
 #include "sluice/partial.hpp"
@@ -39,14 +40,18 @@ void weigh_rest(const Kernels& kernels, const ForwardMemory& m, const ForwardRow
   }
   const std::uint64_t first = first_head(m, index);
   const float* const scores = m.scores + first * m.score_room();
-  for (std::uint32_t h = 0; h < m.shape.group(); ++h)
-    m.rest_lse[first + h] = weight_of(kernels, m.shape, left, scores + h * std::uint64_t{row.tokens});
+  float* const mass = m.rest_mass_of(index);  // In one part.
+  for (std::uint32_t h = 0; h < m.shape.group(); ++h) {
+    mass[2 * h] = weight_of(kernels, m.shape, left, scores + h * std::uint64_t{row.tokens});
+    mass[2 * h + 1] = mass[2 * h] == kEmptyLse ? 0.f : 1.f;
+  }
 
-  const std::uint32_t full = row.tokens / m.layout.page_tokens;
-  float* const out = m.rest_out + std::uint64_t{index} * m.shape.head_dim;
+  float* const out = m.rest_out_of(index);
+  float mean[kMaxHeadDim];
   std::fill_n(out, m.shape.head_dim, 0.f);
   for (std::uint32_t i = 0; i < row.rest; ++i) {
-    const float* const mean = m.value_mean_of(plane, m.list_of(row.list)[row.rest_page(i, full)]);
+    const std::uint32_t block = m.list_of(row.list)[row.rest_page(i, m.layout.page_tokens)];
+    kernels_for(kernels, m.layout.dtype).widen(m.value_mean_of(plane, block), mean, m.shape.head_dim);
     for (std::uint32_t c = 0; c < m.shape.head_dim; ++c) out[c] += mean[c];
   }
   for (std::uint32_t c = 0; c < m.shape.head_dim; ++c) out[c] /= static_cast<float>(row.rest);

@@ -10,14 +10,6 @@
 namespace sluice::gpu {
 namespace {
 
-/// Units of a task that fit a slice's row lists in shared memory, whichever units they are.
-std::uint32_t largest_slice(const AttendPlan::Task& task) noexcept {
-  const std::uint32_t words = task.token_count != 0   ? (task.task->members.empty() ? 16 : 32)
-                              : task.piece_count != 0 ? 4
-                                                      : 2;
-  return (kAttend.stage_words - 8) / words;  // Less what the ends of lists and pages round up.
-}
-
 /// The K row of each token; the tokens are ascending, so the page is looked up once per page.
 /// Returns the largest number that came up, which fits 32 bits if all did.
 std::uint64_t list_tokens(const AttendTask& task, std::vector<std::uint32_t>& rows) {
@@ -106,11 +98,19 @@ void AttendPlan::choose_groups(std::uint64_t limit_bytes) {
   group_ends_.push_back(tasks_.size());
 }
 
+bool AttendPlan::fit(const Task& task, std::uint64_t units) const noexcept {
+  // A page that begins before them, and one that ends after them.
+  const std::uint64_t pages = std::min<std::uint64_t>(task.page_count, (2 * units >> task.octet_shift) + 2);
+  const std::uint64_t pieces = std::min<std::uint64_t>(task.piece_count, 2 * units);
+  const std::uint64_t tokens = std::min<std::uint64_t>(task.token_count, 16 * units);
+  return pages + 2 * pieces + (task.task->members.empty() ? 1 : 2) * tokens <= list_words(variant_);
+}
+
 bool AttendPlan::fit(const Task& task) const noexcept {
   const AttendJob whole = job(task);
-  if (whole.units() / task.slices < largest_slice(task)) return true;
+  if (fit(task, div_up(whole.units(), task.slices))) return true;
   for (std::uint32_t i = 0; i < task.slices; ++i) {
-    if (cut(whole, i).words() > kAttend.stage_words) return false;
+    if (cut(whole, i).words() > list_words(variant_)) return false;
   }
   return true;
 }
@@ -141,12 +141,35 @@ void AttendPlan::choose_slices(std::span<Task> tasks, std::uint32_t blocks) cons
   }
 }
 
+std::uint32_t AttendPlan::choose_share(std::span<Task> tasks, std::uint32_t blocks) const {
+  if (!variant_.ring || blocks + 2 * tasks.size() * head_blocks_ > kAttend.max_slices) return 0;
+  std::uint64_t units = 0;
+  std::uint64_t slices = 0;
+  std::uint32_t longest_slice = 0;
+  for (const Task& task : tasks) {
+    const std::uint32_t length = std::max(1u, job(task).units());
+    units += std::uint64_t{length + kAttend.next_job_units} * head_blocks_;
+    slices += std::uint64_t{task.slices} * head_blocks_;
+    longest_slice = std::max(longest_slice, static_cast<std::uint32_t>(div_up(length, task.slices)));
+  }
+  // More than what passes between two jobs, so that no block has nothing else.
+  const auto share = static_cast<std::uint32_t>(
+      std::max<std::uint64_t>(kAttend.next_job_units + 1, div_up(units - kAttend.next_job_units, blocks)));
+  // While few blocks are idle, the others read as fast without them.
+  const std::uint64_t in_slices = div_up(slices, blocks) * longest_slice;
+  if (in_slices <= share + share / 16) return 0;
+  if (!std::ranges::all_of(tasks, [&](const Task& task) { return fit(task, share); })) return 0;
+  for (Task& task : tasks) task.slices = static_cast<std::uint32_t>(div_up(job(task).units(), share)) + 1;
+  return share;
+}
+
 void AttendPlan::build(std::span<const AttendTask> tasks, const AttentionShape& shape, const AttendVariant& variant,
                        std::uint32_t blocks, std::uint64_t limit_bytes) {
   tasks_.clear();
   pages_.clear();
   pieces_.clear();
   tokens_.clear();
+  variant_ = variant;
   head_blocks_ = static_cast<std::uint32_t>(div_up(shape.group(), variant.heads()));
   for (const AttendTask& task : tasks) {
     if (task.kv.layout.dtype != variant.dtype) continue;
@@ -155,8 +178,11 @@ void AttendPlan::build(std::span<const AttendTask> tasks, const AttentionShape& 
     listed.bytes = task_bytes(listed);
   }
   choose_groups(limit_bytes);
+  group_shares_.clear();
   for (std::size_t begin = 0; const std::size_t end : group_ends_) {
-    choose_slices(std::span(tasks_).subspan(begin, end - begin), blocks);
+    const std::span<Task> group = std::span(tasks_).subspan(begin, end - begin);
+    choose_slices(group, blocks);
+    group_shares_.push_back(choose_share(group, blocks));
     begin = end;
   }
   const std::uint32_t most_slices = kAttend.max_slices / std::max(variant.head_tiles, head_blocks_);

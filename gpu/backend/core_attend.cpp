@@ -24,7 +24,8 @@ class JobWriter {
   JobWriter(const AttendPlan& plan, const AttentionShape& shape, const AttendVariant& variant, CudaStream& stream)
       : plan_(plan), shape_(shape), variant_(variant), stream_(stream) {}
 
-  void launch(std::span<const AttendPlan::Task> tasks) {
+  /// `share`: AttendArgs::share.
+  void launch(std::span<const AttendPlan::Task> tasks, std::uint32_t share) {
     std::uint64_t bytes = 0;
     for (const AttendPlan::Task& task : tasks) bytes += task.bytes;
     next_ = stream_.params().take(bytes);
@@ -33,7 +34,9 @@ class JobWriter {
     args_.jobs = nullptr;
     if (jobs > AttendArgs::kInlineJobs)
       args_.jobs = job_ = reinterpret_cast<AttendJob*>(take(jobs * sizeof(AttendJob)));
-    slices_ = jobs_ = counters_ = partials_ = 0;
+    blocks_ = jobs_ = counters_ = partials_ = 0;
+    args_.share = share;
+    args_.units = 0;
     const std::span<std::byte> scratch = stream_.scratch();
     for (const AttendPlan::Task& task : tasks) put_task(task);
     args_.counters = reinterpret_cast<std::uint32_t*>(scratch.data());
@@ -41,7 +44,7 @@ class JobWriter {
     args_.partial_count = partials_;
     args_.score_scale = shape_.score_scale();
     args_.softcap = shape_.softcap;
-    launch_attend(variant_, args_, slices_, stream_.handle());
+    launch_attend(variant_, args_, blocks_, stream_.handle());
   }
 
  private:
@@ -74,16 +77,26 @@ class JobWriter {
     job.heads = std::min(variant_.heads(), shape_.group() - first_head);
     job.group = shape_.group();
     job.first_head = first_head;
-    job.first_slice = slices_;
     job.first_partial = partials_;
     job.counter = counters_;
-    job_[jobs_] = job;
-    for (std::uint32_t i = 0; i < job.slices; ++i) args_.job_of[slices_++] = static_cast<std::uint16_t>(jobs_);
-    ++jobs_;
+    put_blocks(job);
+    job_[jobs_++] = job;
     if (job.slices > 1) {
       partials_ += job.slices;
       ++counters_;
     }
+  }
+
+  /// Which blocks attend the job: as many as it has slices, or those whose shares it lies in.
+  void put_blocks(AttendJob& job) {
+    job.first_slice = blocks_;
+    if (args_.share != 0) {
+      job.first_unit = jobs_ == 0 ? 0 : job_[jobs_ - 1].next_unit();
+      job.first_slice = job.first_unit / args_.share;
+      args_.units = job.end_unit();
+      job.slices = (args_.units - 1) / args_.share + 1 - job.first_slice;
+    }
+    while (blocks_ < job.first_slice + job.slices) args_.job_of[blocks_++] = static_cast<std::uint16_t>(jobs_);
   }
 
   const AttendPlan& plan_;
@@ -94,7 +107,7 @@ class JobWriter {
   std::byte* next_ = nullptr;
   AttendJob* job_ = nullptr;
   std::uint32_t jobs_ = 0;
-  std::uint32_t slices_ = 0;
+  std::uint32_t blocks_ = 0;
   std::uint32_t counters_ = 0;
   std::uint32_t partials_ = 0;
 };
@@ -152,11 +165,11 @@ void attend_tasks(std::span<const AttendTask> tasks, const AttentionShape& shape
   plan.build(tasks, shape, variant, multiprocessors * blocks_per_sm(variant), limit);
   JobWriter writer(plan, shape, variant, stream);
   std::size_t begin = 0;
-  for (const std::size_t group_end : plan.group_ends()) {
-    while (begin < group_end) {
-      const std::span<const AttendPlan::Task> rest = plan.tasks().subspan(begin, group_end - begin);
+  for (std::size_t group = 0; group < plan.group_ends().size(); ++group) {
+    while (begin < plan.group_ends()[group]) {
+      const std::span<const AttendPlan::Task> rest = plan.tasks().subspan(begin, plan.group_ends()[group] - begin);
       const std::size_t count = launchable(rest, plan.head_blocks(), limit);
-      writer.launch(rest.first(count));
+      writer.launch(rest.first(count), plan.group_shares()[group]);
       begin += count;
     }
   }
@@ -182,7 +195,9 @@ void Backend::attend(std::span<const AttendTask> tasks, const AttentionShape& sh
       scored = scored || !task.scores.empty();
     }
     if (first == nullptr) continue;
-    attend_tasks(tasks, shape, attend_variant(shape, first->kv.layout, scored), multiprocessors_, queue);
+    AttendVariant variant = attend_variant(shape, first->kv.layout, scored);
+    variant.ring = limits_.attend_ring && !scored;
+    attend_tasks(tasks, shape, variant, multiprocessors_, queue);
   }
 }
 

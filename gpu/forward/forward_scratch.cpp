@@ -7,6 +7,7 @@
 #include "gpu/device/current_device.hpp"
 #include "gpu/forward/forward_clusters.hpp"
 #include "gpu/forward/forward_verbs.hpp"
+#include "gpu/kernels/index/int4.hpp"
 #include "sluice/carver.hpp"
 #include "sluice/error.hpp"
 
@@ -135,6 +136,12 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
     choice.foresight.head_dim = memory.shape.head_dim;
     choice.foresight.score_scale = memory.shape.score_scale();
     choice.foresight.centers = carver.take<float>(std::uint64_t{memory.shape.layers} * heads * memory.shape.head_dim);
+  }
+  if (memory.keeps_means) {
+    choice.scored.sums = carver.take<float2>(
+        score_int4_most_blocks(heads, memory.scores_in(largest), multiprocessors_) * std::uint64_t{rows.shape.group()});
+    choice.scored.blocks = score_int4_blocks(memory.bucket.decode_rows * memory.shape.kv_heads,
+                                             memory.scores_in(memory.bucket), multiprocessors_);
   }
   choice.jobs = carver.take<AttendJob>(jobs);
   choice.counters = carver.take<std::uint32_t>(jobs);

@@ -94,9 +94,11 @@ void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) 
 
 void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer) {
   const CurrentDevice current(ordinal_);
-  launch_score_int4(choice_of(memory).score_tasks, memory.bucket.decode_rows * memory.shape.kv_heads,
+  const ForwardScratch scratch = choice_of(memory);
+  launch_score_int4(scratch.score_tasks, memory.bucket.decode_rows * memory.shape.kv_heads,
                     memory.scores_in(memory.bucket), memory.bucket.pages,
-                    foresight_of(memory, choice_of(memory), layer.layer),
+                    foresight_of(memory, scratch, layer.layer),
+                    {.sums = scratch.scored.sums, .softcap = memory.shape.softcap},
                     {.layout = Int4Layout(memory.layout),
                      .dtype = memory.layout.dtype,
                      .group = memory.shape.group(),

@@ -8,6 +8,7 @@
 #include "gpu/kernels/index/convert.hpp"
 #include "gpu/kernels/index/digest.hpp"
 #include "gpu/kernels/index/int4.hpp"
+#include "gpu/kernels/index/value_mean.hpp"
 #include "gpu/kernels/prefill/flex.hpp"
 #include "gpu/kernels/prefill/prefill.hpp"
 #include "gpu/kernels/select/choose_clusters.hpp"
@@ -27,6 +28,7 @@ KernelLimits load_all_kernels() {
   load_convert_kernels();
   load_digest_kernels();
   load_gather_kernels();
+  load_mean_values_kernels();
   load_merge_kernels();
   load_prefill_kernels();
   load_codes_kernels();
@@ -37,6 +39,7 @@ KernelLimits load_all_kernels() {
   load_top_k_kernels();
   load_forward_kernels();
   return {.warpgroups = Driver::instance().has_tensor_maps() && load_prefill_hopper_kernels(),
+          .attend_ring = load_attend_ring_kernels(),
           .longest_top_p = load_top_p_kernels(),
           .longest_top_k = load_top_k_cluster_kernels(),
           .split = load_forward_split_kernels()};

@@ -9,7 +9,7 @@
 /// Kernels that begin while the one before them on their stream still runs (programmatic dependent launch, compute
 /// capability 9.0): where they have little to do, being launched takes as long as that.
 /// Such a kernel calls detail::wait_for_kernel_before() first of all, in every thread, and so sees what it would have
-/// seen; what comes after it waits for it as ever.
+/// seen; what comes after it waits for it as ever. Only what the host wrote before the launch may be read before.
 namespace sluice::gpu {
 
 /// Whether kernels were compiled for a device that can, and the current one is such. Elsewhere they follow one another.

@@ -64,6 +64,8 @@ struct ForwardClustering {
 
 /// Pages at most whose values stand for what is not attended, see ForwardRow::rest.
 inline constexpr std::uint32_t kMostRestPages = 256;
+/// Parts at most that a device weighs a rest in, see ForwardMemory::rest_out.
+inline constexpr std::uint32_t kMostRestParts = 8;
 
 /// A row that chooses: what its query heads may choose from.
 struct ForwardRow {
@@ -87,8 +89,9 @@ struct ForwardRow {
   /// Not 0: each query head chooses, by `picks` or `mass`, of what its history proposes, in slot `proposed` - 1 of
   /// ForwardMemory::proposals; `asks` is as ForwardVerbs::propose finds it in each layer.
   std::uint32_t proposed = 0;
-  /// Not 0: what no query head of a group has chosen is to it one token more: as heavy as its estimates say, the value
-  /// the mean of those of as many full pages, see rest_page. With ranks() alone.
+  /// Not 0: what no query head of a group, or of a team's group, has chosen is to it one token more: as heavy as its
+  /// estimates say, the value the mean of those of as many pages that were full before the newest of `tokens`, see
+  /// rest_page. With ranks() alone.
   std::uint32_t rest = 0;
 
   /// Whether the device chooses tokens by score: of all, or of those in the pages that it has chosen.
@@ -99,9 +102,13 @@ struct ForwardRow {
   [[nodiscard]] constexpr bool in_window(std::uint32_t token) const noexcept {
     return token < sink_end || token >= recent_begin;
   }
-  /// The i-th page of `rest`: they are spread evenly over the `full` pages.
-  [[nodiscard]] constexpr std::uint32_t rest_page(std::uint32_t i, std::uint32_t full) const noexcept {
-    return static_cast<std::uint32_t>(std::uint64_t{i} * full / rest);
+  /// Pages that are full without its newest token: it may be this one's forward that makes the mean of the last.
+  [[nodiscard]] static constexpr std::uint32_t full_before(std::uint32_t tokens, std::uint32_t page_tokens) noexcept {
+    return tokens == 0 ? 0 : (tokens - 1) / page_tokens;
+  }
+  /// The i-th page of `rest`: they are spread evenly over the full ones.
+  [[nodiscard]] constexpr std::uint32_t rest_page(std::uint32_t i, std::uint32_t page_tokens) const noexcept {
+    return static_cast<std::uint32_t>(std::uint64_t{i} * full_before(tokens, page_tokens) / rest);
   }
   /// Whether all tokens are attended.
   [[nodiscard]] constexpr bool whole() const noexcept { return sink_end == tokens; }

@@ -75,7 +75,7 @@ struct ForwardMemory {
   std::byte* near = nullptr;       ///< [planes, near_pages] pages, whose rows hold any tokens of their plane
   std::byte* codes = nullptr;      ///< [planes, blocks] 4-bit copies, see Int4Layout
   std::byte* digests = nullptr;    ///< [planes, blocks, 2, head_dim] of full pages, as the dtype; null: none
-  float* value_means = nullptr;    ///< [planes, blocks, head_dim] of the values of full pages; null: none
+  std::byte* value_means = nullptr;  ///< [planes, blocks, head_dim] of the values of pages, as the dtype; null: none
   std::uint32_t* lists = nullptr;  ///< [stacks, list_count, max_pages] blocks; for the verbs of a layer its stack's
   /// [planes, blocks * page_tokens] near row of the plane | kNearBit, or | kComingBit while it is being filled, or the
   /// newest forward that attended the row far, 0 if there was none. Not there if near_pages is 0.
@@ -106,9 +106,10 @@ struct ForwardMemory {
   std::uint32_t* far_windows = nullptr;  ///< [decode_rows, kv_heads] not 0: sinks or recent tokens are among them
   float* near_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
   float* near_lse = nullptr;             ///< [decode_rows, q_heads]
-  // Of rows with a rest, if it keeps_means:
-  float* rest_out = nullptr;  ///< [decode_rows, kv_heads, head_dim] its value
-  float* rest_lse = nullptr;  ///< [decode_rows, q_heads] what it weighs; kEmptyLse: nothing
+  // Of rows with a rest, if it keeps_means, in as many parts as a device makes of it:
+  float* rest_out = nullptr;  ///< [decode_rows, kv_heads, kMostRestParts, head_dim] its value is the sum
+  /// [decode_rows, kv_heads, kMostRestParts, group, 2] top and mass: what it weighs is the sum of exp(top) * mass.
+  float* rest_mass = nullptr;
   // As near_out and near_lse, of far rows that the device attends over the link, if it fetches().
   std::uint32_t* fetch_heads = nullptr;  ///< [decode_rows, kv_heads] bit h: query head h attends some
   float* fetched_out = nullptr;          ///< [decode_rows, q_heads, head_dim]
@@ -347,8 +348,15 @@ struct ForwardMemory {
     return digests + far_page(plane, block) * 2 * layout.row_bytes();
   }
   /// The mean of a block's values.
-  [[nodiscard]] constexpr float* value_mean_of(std::uint32_t plane, std::uint32_t block) const noexcept {
-    return value_means + far_page(plane, block) * shape.head_dim;
+  [[nodiscard]] constexpr std::byte* value_mean_of(std::uint32_t plane, std::uint32_t block) const noexcept {
+    return value_means + far_page(plane, block) * layout.row_bytes();
+  }
+  /// The rest of a list, its first part; the others follow.
+  [[nodiscard]] constexpr float* rest_out_of(std::uint32_t list) const noexcept {
+    return rest_out + std::uint64_t{list} * kMostRestParts * shape.head_dim;
+  }
+  [[nodiscard]] constexpr float* rest_mass_of(std::uint32_t list) const noexcept {
+    return rest_mass + std::uint64_t{list} * kMostRestParts * shape.group() * 2;
   }
   /// What query head 0 found out about a chunk of a forward in a layer; the other heads follow.
   [[nodiscard]] constexpr PrefillChoice* choices_of(std::uint64_t forward, std::uint32_t layer,

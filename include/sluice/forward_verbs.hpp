@@ -96,9 +96,10 @@ class ForwardVerbs {
   /// one that the device does not fetch, or something to choose. What one head of a group chose all of them attend.
   virtual void split(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Attends near rows that `split` has not; of teams what some of their rows see and others do not, see ForwardEdge.
-  /// Of rows with a rest the mean of its pages' value_means, float32, in any order, and for each query head the natural
-  /// log of the sum of the exponentials of its capped scores of the tokens that its group does not attend, of which NaN
-  /// and -infinity weigh nothing; kEmptyLse without any. In teams there is none.
+  /// Of rows with a rest the mean of its pages' value_means, float32, in any order, and for each query head the sum of
+  /// the exponentials of its capped scores of the tokens that its group does not attend, of which NaN and -infinity
+  /// weigh nothing: see ForwardMemory::rest_mass. A device may leave that to `split`, and know it to 2^-18 of what is
+  /// attended.
   virtual void attend(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Of a bucket that is whole: its rows attend all tokens, near ones there and far ones over the link, and outputs are
   /// written. Without windows, audits, drafts, and rows with scales.

@@ -25,7 +25,7 @@ struct DigestTask {
 /// Mean of the values of one full page, written to `out` [head_dim]: float32, summed in the order of the rows.
 struct ValueMeanTask {
   const std::byte* page = nullptr;
-  float* out = nullptr;
+  std::byte* out = nullptr;
 };
 
 /// 4-bit copy of the first `rows` K rows of a page, see Int4Layout; the rest of `out` stays as it is.
@@ -198,8 +198,7 @@ class SelectVerbs {
   virtual ~SelectVerbs() = default;
 
   virtual void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) = 0;
-  /// @throws Error{Errc::unsupported} from a device that has no such verb: see EngineOptions::value_means
-  virtual void mean_values(std::span<const ValueMeanTask> tasks, const PageLayout& layout, Stream* stream);
+  virtual void mean_values(std::span<const ValueMeanTask> tasks, const PageLayout& layout, Stream* stream) = 0;
   virtual void make_codes(std::span<const CodesTask> tasks, const PageLayout& layout, Stream* stream) = 0;
   virtual void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
   virtual void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
@@ -219,9 +218,5 @@ class SelectVerbs {
   [[nodiscard]] virtual std::uint64_t choose_clusters_scratch_bytes(const ChooseClustersTask& task,
                                                                     const AttentionShape& shape) const = 0;
 };
-
-inline void SelectVerbs::mean_values(std::span<const ValueMeanTask>, const PageLayout&, Stream*) {
-  throw Error(Errc::unsupported, "this device makes no means of values; leave EngineOptions::value_means off");
-}
 
 }  // namespace sluice

@@ -88,10 +88,6 @@ const EngineOptions& settled(EngineOptions& options, const Device& on, const For
     throw Error(Errc::unsupported,
                 "prefill: query blocks that choose together (flattened) are of the CPU alone, and '" + device.name +
                     "' is another device; let each choose for itself");
-  if (options.value_means && device.own_processor)
-    throw Error(Errc::unsupported,
-                "value_means are set, and '" + device.name +
-                    "' weighs no rest yet; use the host device (--device host), or policies with rest=none");
   if (options.prefill.mode == PrefillMode::automatic && !verbs.sparse_prefill(options.shape))
     options.prefill.mode = PrefillMode::full;
   if (options.handover == Handover::automatic) options.handover = device.handover;

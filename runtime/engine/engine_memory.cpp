@@ -61,8 +61,8 @@ std::uint64_t carve_device(ForwardMemory& m, std::uint64_t scratch, std::byte* f
     take(parts, m.fetched_lse, heads(m));
   }
   if (m.keeps_means) {
-    take(parts, m.rest_out, kv_heads(m) * m.shape.head_dim);
-    take(parts, m.rest_lse, heads(m));
+    take(parts, m.rest_out, kv_heads(m) * kMostRestParts * m.shape.head_dim);
+    take(parts, m.rest_mass, heads(m) * kMostRestParts * 2);
   }
   if (m.largest.audit) take(parts, m.audit_sums, std::uint64_t{m.largest.rows()} * m.shape.q_heads);
   take(parts, m.scratch, scratch);
@@ -209,7 +209,7 @@ std::uint64_t digests_bytes_of(const ForwardMemory& memory) {
   return std::uint64_t{memory.blocks} * memory.planes() * 2 * memory.layout.row_bytes();
 }
 std::uint64_t means_bytes_of(const ForwardMemory& memory) {
-  return std::uint64_t{memory.blocks} * memory.planes() * memory.shape.head_dim * sizeof(float);
+  return std::uint64_t{memory.blocks} * memory.planes() * memory.layout.row_bytes();
 }
 
 }  // namespace
@@ -256,7 +256,7 @@ void EngineMemory::take_device(const EngineOptions& options, ForwardMemory& memo
   memory.near = near_ ? near_->data() : device_->data();
   memory.codes = codes_->data();
   if (digests_) memory.digests = digests_->data();
-  if (means_) memory.value_means = reinterpret_cast<float*>(means_->data());
+  if (means_) memory.value_means = means_->data();
 }
 
 void EngineMemory::take_pinned(const EngineOptions& options, const ForwardMemory& memory, Device& device) {

@@ -140,10 +140,6 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
       throw Error(Errc::unsupported, name +
                                          "'s policy attends a sample that stands for what one query would attend, "
                                          "which no bucket with drafts serves; plan one token at a time");
-    if (sequence.spec.rest != RestKind::none && !item.prefill && bucket.drafts > 1)
-      throw Error(Errc::unsupported, name +
-                                         "'s policy weighs what one query leaves, which no bucket with drafts serves; "
-                                         "plan one token at a time, or begin it with rest=none");
     const std::string reason =
         item.prefill ? "" : scheduler::forward_unserved(sequence.spec, bucket, runtime::limits_of(options));
     if (!reason.empty()) throw Error(Errc::invalid_argument, name + "'s policy does not go with the bucket: " + reason);

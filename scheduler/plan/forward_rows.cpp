@@ -250,7 +250,8 @@ ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, const RowSh
   } else {
     row.picks = std::min(tokens_per_head(spec, tokens, shape), candidates);
   }
-  if (spec.rest == RestKind::mean && row.ranks()) row.rest = std::min(kMostRestPages, tokens / shape.page_tokens);
+  if (spec.rest == RestKind::mean && row.ranks())
+    row.rest = std::min(kMostRestPages, ForwardRow::full_before(tokens, shape.page_tokens));
   return row;
 }
 

@@ -88,4 +88,68 @@ TEST_CASE("attend plan: every row of every task once, in launches that fill the 
   REQUIRE(rows == expected);
 }
 
+TEST_CASE("attend plan: tasks of many lengths are shared out, every row to one block", "[gpu]") {
+  const AttentionShape shape{.layers = 1, .q_heads = 4, .kv_heads = 1, .head_dim = 128};
+  const PageLayout layout{.page_tokens = 16, .head_dim = 128};
+  // From 100 tokens to 100,000; none; what is less than a unit.
+  std::vector<std::uint32_t> lengths;
+  for (std::uint32_t i = 0; i < 100; ++i) lengths.push_back(100 + i * i * 10);
+  lengths[3] = 0;
+  lengths[99] = 5;
+  std::vector<std::uint32_t> frames(10'000);
+  std::iota(frames.begin(), frames.end(), 0u);
+  std::vector<std::vector<PageRun>> runs;
+  std::vector<AttendTask> tasks(lengths.size());
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    runs.push_back(runs_over(lengths[i], 16));
+    tasks[i].kv = {.base = nullptr, .frames = frames.data(), .layout = layout};
+  }
+  for (std::size_t i = 0; i < tasks.size(); ++i) tasks[i].runs = runs[i];
+  gpu::AttendVariant variant = gpu::attend_variant(shape, layout, false);
+  gpu::AttendPlan plan;
+  plan.build(tasks, shape, variant, 264, 1 * MiB);
+  REQUIRE(plan.group_shares().front() == 0);  // Other kernels know of no shares.
+  variant.ring = true;
+  plan.build(tasks, shape, variant, 264, 1 * MiB);
+  REQUIRE(plan.group_shares().size() == 1);
+  const std::uint32_t share = plan.group_shares().front();
+  REQUIRE(share != 0);
+  std::vector<std::uint32_t> of_block(264, 0);
+  std::uint32_t next_unit = 0;
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    CAPTURE(i, lengths[i]);
+    const gpu::AttendPlan::Task& task = plan.tasks()[i];
+    gpu::AttendJob job = plan.job(task);
+    std::vector<std::uint32_t> words(job.words());
+    plan.write_words(task, words.data());
+    job.lists = words.data();
+    job.first_unit = next_unit;
+    job.first_slice = job.first_unit / share;
+    job.slices = (job.end_unit() - 1) / share + 1 - job.first_slice;
+    next_unit = job.next_unit();
+    REQUIRE(job.slices <= task.slices);
+    std::vector<std::uint32_t> rows;
+    for (std::uint32_t index = 0; index < job.slices; ++index) {
+      const gpu::AttendSlice slice = gpu::cut_share(job, job.first_slice + index, share);
+      REQUIRE(slice.index == index);
+      REQUIRE((slice.units() > 0 || lengths[i] == 0));
+      REQUIRE(slice.words() <= gpu::kAttend.ring_words);
+      of_block.at(job.first_slice + index) += slice.units();
+      list_rows(slice, rows);
+    }
+    std::vector<std::uint32_t> expected;
+    for (std::uint32_t token = 0; token < lengths[i]; ++token) expected.push_back(token / 16 * 32 + token % 16);
+    std::sort(rows.begin(), rows.end());
+    REQUIRE(rows == expected);
+  }
+  const auto [fewest, most] = std::ranges::minmax(of_block);
+  REQUIRE(fewest > 0);
+  REQUIRE(most == share);
+  // Of one length and in numbers that fit, they have slices.
+  tasks.resize(64, tasks[50]);
+  std::fill(tasks.begin(), tasks.end(), tasks[50]);
+  plan.build(tasks, shape, variant, 264, 1 * MiB);
+  REQUIRE(plan.group_shares().front() == 0);
+}
+
 }  // namespace sluice::test

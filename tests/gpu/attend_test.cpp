@@ -229,7 +229,7 @@ TEST_CASE("device attend: outliers", "[gpu]") {
 
 TEST_CASE("device attend: many ragged tasks in one call, twice the same bits", "[gpu]") {
   AttendFixture fixture;
-  const auto count = GENERATE(9u, 400u);
+  const auto count = GENERATE(9u, 200u, 400u);  // 200: blocks have shares of them.
   CAPTURE(count);
   const Problem problem({.tokens = 6'000, .head_dim = 128, .group = 4});
   const AttendTask base = attend_task(fixture, problem, SharedPartial(fixture, problem));
@@ -240,7 +240,7 @@ TEST_CASE("device attend: many ragged tasks in one call, twice the same bits", "
   std::vector<std::uint32_t> lengths;
   Random random(3);
   for (AttendTask& task : tasks) {
-    lengths.push_back(count > 100 ? random.below(40) : random.below(6'001));
+    lengths.push_back(count > 300 ? random.below(40) : random.below(6'001));
     if (lengths.size() == 2) lengths.back() = 0;
     const std::uint32_t pages = lengths.back() / 2 / 16;
     task.runs = std::span(runs).first(pages);
@@ -257,6 +257,44 @@ TEST_CASE("device attend: many ragged tasks in one call, twice the same bits", "
     if (i % 16 < 9) {
       require_close(outs[0][i], reference::attend(problem, attended(0, lengths[i])), device_tolerance(problem));
     }
+  }
+}
+
+TEST_CASE("device attend: tasks so long and so many that each warp has many units of one", "[gpu]") {
+  constexpr std::uint32_t kTokens = 1'205;
+  const auto dtype = GENERATE(DType::bf16, DType::f16);
+  const auto head_dim = GENERATE(64u, 96u, 128u, 192u, 256u);
+  const auto group = GENERATE(4u, 20u);
+  CAPTURE(to_string(dtype), head_dim, group);
+  AttendFixture fixture;
+  const Problem problem({.dtype = dtype, .tokens = kTokens, .head_dim = head_dim, .group = group});
+  const auto runs = runs_over(kTokens, 16);
+  const auto all = all_tokens(kTokens);
+  std::vector<std::uint32_t> members;
+  std::vector<Attended> pairs;
+  for (const std::uint32_t token : all) {
+    members.push_back(token % 7 == 0 ? 1u : 0xffff'ffffu << token % 3);
+    pairs.push_back({.token = token, .members = members.back()});
+  }
+  const AttendTask base = attend_task(fixture, problem, SharedPartial(fixture, problem));
+  std::vector<SharedPartial> outs;
+  std::vector<AttendTask> tasks(260, base);
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    if (i % 2 == 0) {
+      tasks[i].runs = runs;
+    } else {
+      tasks[i].tokens = all;
+      tasks[i].members = members;
+    }
+    tasks[i].out = outs.emplace_back(fixture, problem).view();
+  }
+  fixture.backend().attend(tasks, problem.shape(), fixture.stream.get());
+  fixture.wait();
+  const Attention by_runs = reference::attend(problem, attended(0, kTokens));
+  const Attention by_members = reference::attend(problem, pairs);
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    CAPTURE(i);
+    require_close(outs[i], i % 2 == 0 ? by_runs : by_members, device_tolerance(problem));
   }
 }
 

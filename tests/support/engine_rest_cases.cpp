@@ -1,8 +1,8 @@
-// Rests: what is not attended is one token more, of an estimated weight and a mean value. Devices that weigh none say
-// so.
+// Rests: what is not attended is one token more, of an estimated weight and a mean value.
 #include <cmath>
 
 #include "tests/support/catch.hpp"
+#include "tests/support/engine_drafts.hpp"
 #include "tests/support/engine_park.hpp"
 #include "tests/support/rest_reference.hpp"
 
@@ -70,7 +70,6 @@ Teller begun(Engine& engine, const EngineRig& rig, const Story& story, const cha
 
 TEST_CASE("what is not attended is one token more", "[engine][rest]") {
   const EngineRig rig = engine_rig();
-  if (rig.on_gpu) return;
   const auto [picks, near, softcap, stream] =
       GENERATE(table<bool, std::uint32_t, float, bool>({{true, 0u, 0.f, false},
                                                         {true, 7u, 0.f, true},
@@ -89,7 +88,6 @@ TEST_CASE("what is not attended is one token more", "[engine][rest]") {
 
 TEST_CASE("without a full page, or with nothing left, there is no rest", "[engine][rest]") {
   const EngineRig rig = engine_rig();
-  if (rig.on_gpu) return;
   const Story story = story_of(rig, 150, 902);
   Engine engine(resting(rig), rig.device);
   Teller small{.story = &story,
@@ -110,7 +108,6 @@ TEST_CASE("without a full page, or with nothing left, there is no rest", "[engin
 
 TEST_CASE("ties, keys that stand out and keys that are no numbers are left as they are chosen", "[engine][rest]") {
   const EngineRig rig = engine_rig();
-  if (rig.on_gpu) return;
   const auto kind = GENERATE(0, 1, 2);
   CAPTURE(kind);
   Story story = story_of(rig, 220, 903);
@@ -128,7 +125,6 @@ TEST_CASE("ties, keys that stand out and keys that are no numbers are left as th
 
 TEST_CASE("of more pages than 256 the values of as many stand for all", "[engine][rest]") {
   const EngineRig rig = engine_rig();
-  if (rig.on_gpu) return;
   const Story story = story_of(rig, 2310, 904);
   EngineOptions options = resting(rig);
   options.page_tokens = 8;
@@ -145,7 +141,6 @@ TEST_CASE("of more pages than 256 the values of as many stand for all", "[engine
 
 TEST_CASE("a batch of policies with and without a rest attends what each does alone", "[engine][rest]") {
   const EngineRig rig = engine_rig();
-  if (rig.on_gpu) return;
   const auto options = [&](std::uint32_t rows, std::uint32_t near) { return resting(rig, rows, near); };
   require_same_in_batch(rig, options, GENERATE(0u, 10u), 12,
                         {{kTopK, 200},
@@ -157,7 +152,6 @@ TEST_CASE("a batch of policies with and without a rest attends what each does al
 
 TEST_CASE("prompts in any chunks, and imported ones, leave the same rest", "[engine][rest]") {
   const EngineRig rig = engine_rig();
-  if (rig.on_gpu) return;
   const Story story = story_of(rig, 230, 905);
   Engine engine(resting(rig), rig.device);
   Teller whole = begun(engine, rig, story, kTopK, 200);
@@ -175,7 +169,6 @@ TEST_CASE("prompts in any chunks, and imported ones, leave the same rest", "[eng
 
 TEST_CASE("forks and shortened sequences go on with the means of what they have", "[engine][rest]") {
   const EngineRig rig = engine_rig();
-  if (rig.on_gpu) return;
   const Story story = story_of(rig, 260, 906);
   Engine engine(resting(rig, 1, 5), rig.device);
   Teller teller = begun(engine, rig, story, kTopK, 240);
@@ -196,7 +189,6 @@ TEST_CASE("forks and shortened sequences go on with the means of what they have"
 
 TEST_CASE("sequences that are found, or come back, have the means of their pages", "[engine][rest][prefix][park]") {
   const EngineRig rig = engine_rig();
-  if (rig.on_gpu) return;
   const Story story = story_of(rig, 230, 909);
   Engine engine(resting(rig, 1, 5), rig.device);
   Teller first = begin_named(engine, story, kTopK, ids_of(210));
@@ -219,7 +211,6 @@ TEST_CASE("sequences that are found, or come back, have the means of their pages
 
 TEST_CASE("layers with windows and dense layers have no rest, nor have short sequences", "[engine][rest]") {
   const EngineRig rig = engine_rig();
-  if (rig.on_gpu) return;
   Story story = story_of(rig, 170, 910);
   story.see({40, 0, 0});
   EngineOptions options = resting(rig);
@@ -249,7 +240,6 @@ TEST_CASE("layers with windows and dense layers have no rest, nor have short seq
 
 TEST_CASE("audits count what was attended, and what the rest mends", "[engine][rest]") {
   const EngineRig rig = engine_rig();
-  if (rig.on_gpu) return;
   const Story story = story_of(rig, 240, 911);
   EngineOptions options = resting(rig);
   options.largest.audit = true;
@@ -270,6 +260,32 @@ TEST_CASE("audits count what was attended, and what the rest mends", "[engine][r
   REQUIRE(error < 0.8 * before);
 }
 
+TEST_CASE("drafts that are verified together leave what none of them attends", "[engine][rest][drafts]") {
+  const EngineRig rig = engine_rig();
+  const auto [text, policy, near, softcap] = GENERATE(table<const char*, RestPolicy, std::uint32_t, float>(
+      {{kTopK, kPicks, 0u, 0.f}, {kTopK, kPicks, 9u, 3.f}, {kTopP, kMass, 9u, 0.f}}));
+  CAPTURE(text, near, softcap);
+  const Story story = story_of(rig, 300, 913);
+  EngineOptions options = resting(rig, 4, near);
+  options.largest.drafts = 4;
+  options.softcap = softcap;
+  Engine engine(options, rig.device);
+  AttentionShape shape = kShape;
+  shape.softcap = softcap;
+  Teller teller = begun(engine, rig, story, text, 250);
+  for (const std::uint32_t count : {4u, 1u, 3u, 2u, 4u, 4u}) {  // Pages begin and end within teams.
+    const RestTeam team{.first = teller.at, .drafts = count};
+    const auto rows = drafts::run(engine, rig, {.decode_rows = 4, .drafts = 4, .unbounded = true}, {{&teller, count}});
+    for (std::uint32_t draft = 0; draft < count; ++draft) {
+      for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+        CAPTURE(team.first, draft, layer);
+        const Attention want = attended_with_rest(story, shape, layer, team, draft, policy);
+        REQUIRE(off_in_layer(rows[0][draft].out, want.out, layer) < tolerance(rig));
+      }
+    }
+  }
+}
+
 TEST_CASE("a rest is refused where nothing weighs one", "[engine][rest]") {
   const EngineRig rig = engine_rig();
   EngineOptions options = options_for(rig, 2, 0);
@@ -282,26 +298,9 @@ TEST_CASE("a rest is refused where nothing weighs one", "[engine][rest]") {
   const EngineMemoryUse less = memory_needed(options);
   make_room_for(parse_policy("sluice | rest=mean"), 300, options);
   REQUIRE(options.value_means);
-  REQUIRE(memory_needed(options).digests ==
-          less.digests + 100u * kShape.layers * kShape.kv_heads * kShape.head_dim * 4);
-  options.largest.drafts = 2;
-  if (rig.on_gpu) {
-    const Refusal refusal = refusal_of([&] { const Engine engine(options, rig.device); });
-    REQUIRE(refusal.code == Errc::unsupported);
-    REQUIRE(refusal.text.find("--device host") != std::string::npos);
-    return;
-  }
+  // A page has as many keys as values, and one mean.
+  REQUIRE(memory_needed(options).digests == less.digests + 100 * near_block_bytes(options) / (2 * options.page_tokens));
   Engine engine(options, rig.device);
   REQUIRE(engine.memory().digests == memory_needed(options).digests);
-  const Story story = story_of(rig, 120, 912);
-  Teller teller = begun(engine, rig, story, kTopK, 100);
-  Bucket bucket = engine.options().largest;
-  bucket.prefill_rows = bucket.prefills = 0;
-  const std::array items{PlanItem{.sequence = teller.id}};
-  const Refusal refusal = refusal_of([&] { (void)engine.plan(items, bucket, rig.stream); });
-  REQUIRE(refusal.code == Errc::unsupported);
-  REQUIRE(refusal.text.find("rest=none") != std::string::npos);
-  bucket.drafts = 1;
-  engine.cancel(engine.plan(items, bucket, rig.stream));
-  rig.synchronize();
+  (void)engine.begin(parse_policy(kTopK));
 }

@@ -16,6 +16,7 @@ void with_kernel(const AttendVariant& variant, const Use& use) {
 }  // namespace
 
 void launch_attend(const AttendVariant& variant, const AttendArgs& args, std::uint32_t slices, cudaStream_t stream) {
+  if (variant.ring) return launch_attend_ring(variant, args, slices, stream);
   const OverlappingLaunch launch(slices, detail::kThreads, 0, stream);
   with_kernel(variant, [&](auto* kernel) { launch.run(kernel, "launch attend", args); });
 }

@@ -133,6 +133,24 @@ __device__ inline void cap_scores(float (&scores)[4], float cap) {
   for (int e = 0; e < 4; ++e) scores[e] = cap * tanh_fast(scores[e] * (1.f / cap));
 }
 
+/// Heads attend a token if they are among its members, of which lane i and lane i + 16 know those of token i.
+template <int kTiles>
+__device__ void leave_out(float (&scores)[kTiles][4], std::uint32_t members) {
+  const std::uint32_t g = threadIdx.x % 32 / 4;
+  const std::uint32_t t = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const std::uint32_t bits = __shfl_sync(kAllLanes, members, static_cast<int>(g + 8 * half));
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        if ((bits >> (8 * tile + 2 * t + column) & 1u) == 0) scores[tile][2 * half + column] = -INFINITY;
+      }
+    }
+  }
+}
+
 /// Raises the tops to include this unit's scores and scales what there is down to them.
 template <int kDim, int kTiles>
 __device__ void raise_tops(Accumulator<kDim, kTiles>& sum, const float (&scores)[kTiles][4]) {
@@ -257,8 +275,6 @@ __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& 
                              std::uint32_t (&keys)[2][RowShape<kDim>::kKeyPieces][4],
                              std::uint32_t (&values)[4][RowShape<kDim>::kValuePieces][4],
                              UnitScales<kHasScales>& scales, float cap) {
-  const std::uint32_t g = threadIdx.x % 32 / 4;
-  const std::uint32_t t = threadIdx.x % 4;
   for (; unit < units; unit += kStride) {
     float scores[kTiles][4];
     if constexpr (kHasScales) unfold(keys);
@@ -284,17 +300,7 @@ __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& 
     } else {
       load_key_rows<kDim, kHasScales, kWhole>(keys, scales, slice, next.row);
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const std::uint32_t members = __shfl_sync(kAllLanes, rows.members, static_cast<int>(g + 8 * half));
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int column = 0; column < 2; ++column) {
-          if ((members >> (8 * tile + 2 * t + column) & 1u) == 0) scores[tile][2 * half + column] = -INFINITY;
-        }
-      }
-    }
+    leave_out(scores, rows.members);
     raise_tops(sum, scores);
     Weights weights[kTiles];
 #pragma unroll

@@ -37,6 +37,7 @@ struct alignas(16) AttendJob {
   std::uint32_t first_slice = 0;    ///< the block that is the first of them
   std::uint32_t first_partial = 0;  ///< their first place in AttendArgs::partials
   std::uint32_t counter = 0;        ///< theirs in AttendArgs::counters
+  std::uint32_t first_unit = 0;     ///< among those of all jobs, where blocks have shares of them
 
   [[nodiscard]] constexpr std::uint32_t page_octets() const noexcept { return pages << octet_shift; }
   [[nodiscard]] constexpr std::uint32_t octets() const noexcept { return page_octets() + pieces; }
@@ -45,6 +46,10 @@ struct alignas(16) AttendJob {
   [[nodiscard]] constexpr std::uint32_t words() const noexcept {
     return pages + 2 * pieces + (has_members != 0 ? 2 : 1) * tokens;
   }
+  /// Where the job's units end. One without any counts as one, so that a block writes its result.
+  [[nodiscard]] constexpr std::uint32_t end_unit() const noexcept { return first_unit + (units() == 0 ? 1 : units()); }
+  /// Where those of the job behind it begin: until a block goes on with that, it could have attended so many more.
+  [[nodiscard]] constexpr std::uint32_t next_unit() const noexcept { return end_unit() + kAttend.next_job_units; }
 };
 static_assert(sizeof(AttendJob) == 112);
 
@@ -85,13 +90,10 @@ struct AttendSlice {
   }
 };
 
-/// Slices of a job differ by a unit at most. Thread blocks cut for themselves, so that a launch says little per block.
-[[nodiscard]] constexpr AttendSlice cut(const AttendJob& job, std::uint32_t index) noexcept {
+/// Units [begin, end) of a job as its slice `index`.
+[[nodiscard]] constexpr AttendSlice cut_units(const AttendJob& job, std::uint32_t index, std::uint32_t begin,
+                                              std::uint32_t end) noexcept {
   const auto least = [](std::uint32_t a, std::uint32_t b) { return a < b ? a : b; };
-  const std::uint32_t share = job.units() / job.slices;
-  const std::uint32_t rest = job.units() % job.slices;  // The first slices have a unit more.
-  const std::uint32_t begin = index * share + least(index, rest);
-  const std::uint32_t end = begin + share + (index < rest ? 1 : 0);
   const auto octet = [&](std::uint32_t unit) { return least(2 * unit, job.octets()); };
   const auto token = [&](std::uint32_t unit) {
     return unit <= job.octet_units() ? 0u : least(16 * (unit - job.octet_units()), job.tokens);
@@ -129,6 +131,23 @@ struct AttendSlice {
   return slice;
 }
 
+/// Slices of a job differ by a unit at most. Thread blocks cut for themselves, so that a launch says little per block.
+[[nodiscard]] constexpr AttendSlice cut(const AttendJob& job, std::uint32_t index) noexcept {
+  const std::uint32_t share = job.units() / job.slices;
+  const std::uint32_t rest = job.units() % job.slices;  // The first slices have a unit more.
+  const std::uint32_t begin = index * share + (index < rest ? index : rest);
+  return cut_units(job, index, begin, begin + share + (index < rest ? 1 : 0));
+}
+
+/// The slice of a thread block that has units [block * share, (block + 1) * share) of all jobs', some of the job's
+/// among them.
+[[nodiscard]] constexpr AttendSlice cut_share(const AttendJob& job, std::uint32_t block, std::uint32_t share) noexcept {
+  const auto of_job = [&](std::uint32_t unit) {
+    return unit < job.first_unit ? 0 : unit - job.first_unit < job.units() ? unit - job.first_unit : job.units();
+  };
+  return cut_units(job, block - job.first_slice, of_job(block * share), of_job((block + 1) * share));
+}
+
 struct AttendArgs {
   /// A decode step of one sequence: its jobs travel by value, which spares the kernel a trip over the link.
   static constexpr std::uint32_t kInlineJobs = 16;
@@ -138,9 +157,11 @@ struct AttendArgs {
   float* partials = nullptr;
   std::uint32_t* counters = nullptr;  ///< device scratch, zero before and after
   std::uint32_t partial_count = 0;
+  std::uint32_t share = 0;                     ///< units of each block, whichever jobs' they are; 0: it has a slice
+  std::uint32_t units = 0;                     ///< where the last job's end, if `share` is not 0
   float score_scale = 0.f;                     ///< AttentionShape::score_scale
   float softcap = 0.f;                         ///< of scores that are computed, see AttentionShape; 0: none
-  std::uint16_t job_of[kAttend.max_slices]{};  ///< by thread block
+  std::uint16_t job_of[kAttend.max_slices]{};  ///< by thread block, the first if it has several
   AttendJob inline_jobs[kInlineJobs]{};
 };
 static_assert(sizeof(AttendArgs) <= 4096);
@@ -149,5 +170,11 @@ static_assert(sizeof(AttendArgs) <= 4096);
 void launch_attend(const AttendVariant& variant, const AttendArgs& args, std::uint32_t slices, cudaStream_t stream);
 /// Loads all variants, so that none is loaded while another kernel spins.
 void load_attend_kernels();
+/// As launch_attend, of a variant that is neither scored nor scaled; only here blocks may have shares. Lists and jobs
+/// are in pinned memory, and were before the launch.
+void launch_attend_ring(const AttendVariant& variant, const AttendArgs& args, std::uint32_t blocks,
+                        cudaStream_t stream);
+/// Whether the device has shared memory enough for them.
+[[nodiscard]] bool load_attend_ring_kernels();
 
 }  // namespace sluice::gpu

@@ -74,4 +74,24 @@ __device__ inline void copy_word_async(std::uint32_t* to, const std::uint32_t* f
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
 }
 
+/// Starts copying 16 bytes that are read once to an address in shared memory; zeros, and nothing is read, if not
+/// `valid`.
+__device__ inline void copy_async_once(std::uint32_t to, const std::byte* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+/// 16 bytes at an address in shared memory.
+__device__ inline void load_shared4(std::uint32_t (&out)[4], std::uint32_t from) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(from)
+               : "memory");
+}
+/// Eight, in the first half of `out`; zeros in the other.
+__device__ inline void load_shared2(std::uint32_t (&out)[4], std::uint32_t from) {
+  out[2] = out[3] = 0;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "r"(from) : "memory");
+}
+
 }  // namespace sluice::gpu::detail

@@ -8,6 +8,7 @@
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/index/codes.cuh"
 #include "gpu/kernels/index/digest.cuh"
+#include "gpu/kernels/index/value_mean.cuh"
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
@@ -195,6 +196,22 @@ __device__ void fill_out(const ForwardMemory& m, const ForwardLayer& layer, std:
   }
 }
 
+/// The mean of the page that ended before a token that begins one. One warp.
+template <DType kType>
+__device__ __noinline__ void mean_of_page_before(const ForwardMemory& m, const ForwardToken& token,
+                                                 std::uint32_t plane) {
+  if (token.position == 0 || (token.position & (m.layout.page_tokens - 1)) != 0) return;
+  const std::uint32_t block = m.row_of(token.list, token.position - 1) >> m.page_shift;
+  detail::mean_page<kType>(m.far_block(plane, block), m.value_mean_of(plane, block), m.far_layout,
+                           threadIdx.x % kWarp);
+}
+
+/// Whether tokens of a page may come with one launch, so that means of pages take another one. Else a forward's tokens
+/// are of as many sequences, and those before them have come.
+__host__ __device__ constexpr bool means_apart(const ForwardMemory& m, const ForwardLayer& layer) {
+  return layer.out.tokens == 0 || m.bucket.prefills != 0 || m.bucket.drafts != 1;
+}
+
 /// Thread block (x, y): packed row x, KV head y; and row x of those that choose.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads)
@@ -229,6 +246,7 @@ __global__ void __launch_bounds__(kThreads)
     put_token<kType>(m, values, token, plane);
     // Of rows whose key this block has: others' centers stay, and may be those of strangers, which only costs time.
     if (chooses != kNone && at == blockIdx.x) center.move(values);
+    if (warp == 1 && m.keeps_means && !means_apart(m, layer)) mean_of_page_before<kType>(m, token, plane);
   } else if (threadIdx.x == kDescribes * kWarp && describes) {
     row.drafts = 0;  // As it is; to know that takes fewer registers.
     describe(m, scratch, row.in(layer.layer, m.window), blockIdx.x, head, plane);
@@ -256,6 +274,21 @@ __global__ void __launch_bounds__(kWarp)
   detail::digest_page<kType>(m.far_block(plane, block), m.digest_of(plane, block), m.digest, m.far_layout, threadIdx.x);
 }
 
+/// Likewise the mean of its values, and of the page before one that its token begins: whose last token may have come by
+/// itself.
+template <DType kType>
+__global__ void __launch_bounds__(kWarp)
+    mean_rows_kernel(const __grid_constant__ ForwardMemory m, std::uint32_t layer) {
+  detail::wait_for_kernel_before();
+  if (m.state->status != ForwardStatus::running) return;
+  const ForwardToken token = m.tokens[blockIdx.x];
+  if (token.list == kNone) return;
+  const std::uint32_t plane = m.plane(layer, blockIdx.y);
+  mean_of_page_before<kType>(m, token, plane);
+  // As the page before the next token's.
+  mean_of_page_before<kType>(m, {.list = token.list, .position = token.position + 1}, plane);
+}
+
 /// use(std::integral_constant) of the type of far rows.
 template <class Use>
 void with_far_type(DType dtype, const Use& use) {
@@ -272,6 +305,9 @@ void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& sc
   with_far_type(memory.far_layout.dtype, [&](auto type) {
     OverlappingLaunch(grid, kThreads, 0, stream)
         .run(append_kernel<type()>, "launch the append kernel of a forward", memory, scratch, layer);
+    if (memory.keeps_means && means_apart(memory, layer))
+      OverlappingLaunch(grid, kWarp, 0, stream)
+          .run(mean_rows_kernel<type()>, "launch the kernel of a forward's mean values", memory, layer.layer);
     if (memory.digests == nullptr) return;
     OverlappingLaunch(grid, kWarp, 0, stream)
         .run(digest_rows_kernel<type()>, "launch the digest kernel of a forward", memory, layer.layer);
@@ -284,6 +320,7 @@ void load_forward_append_kernels() {
     with_far_type(dtype, [&](auto type) {
       load_kernel(append_kernel<type()>, "load the kernels of a forward");
       load_kernel(digest_rows_kernel<type()>, "load the kernels of a forward");
+      load_kernel(mean_rows_kernel<type()>, "load the kernels of a forward");
     });
   }
 }

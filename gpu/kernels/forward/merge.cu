@@ -1,5 +1,7 @@
 // The end of a layer: the far part's answer is waited for, and near and far become one.
 
+#include <cfloat>
+
 #include "gpu/kernels/forward/promote.cuh"
 #include "gpu/kernels/forward/wait.cuh"
 #include "gpu/kernels/load.hpp"
@@ -30,48 +32,91 @@ namespace {
 
 constexpr std::uint32_t kThreads = near::kThreads;
 
-/// What was attended near, over the link, and far weighs in a head's output.
+/// What was attended near, over the link, and far, and what is left, weighs in a head's output.
 struct Weights {
   float near = 0.f;
   float fetched = 0.f;
   float far = 0.f;
+  float rest = 0.f;
   float lse = kEmptyLse;
 };
 struct Mass {
-  bool any = false;  ///< keys were attended
+  bool any = false;  ///< there are keys
   float lse = kEmptyLse;
   __device__ bool is_number() const { return !any || lse > kEmptyLse; }
   __device__ float above(float top) const { return any ? expf(lse - top) : 0.f; }
 };
-__device__ Weights weigh(const Mass& near, const Mass& fetched, const Mass& far) {
+__device__ Weights weigh(const Mass& near, const Mass& fetched, const Mass& far, const Mass& rest) {
   // Keys were attended and weigh nothing that is a number.
-  if (!near.is_number() || !fetched.is_number() || !far.is_number()) return {.lse = __int_as_float(0x7fc0'0000)};
-  const float top = fmaxf(fmaxf(near.lse, fetched.lse), far.lse);
+  if (!near.is_number() || !fetched.is_number() || !far.is_number() || !rest.is_number())
+    return {.lse = __int_as_float(0x7fc0'0000)};
+  const float top = fmaxf(fmaxf(near.lse, fetched.lse), fmaxf(far.lse, rest.lse));
   if (top == kEmptyLse) return {};
   const float a = near.above(top);
   const float b = fetched.above(top);
   const float c = far.above(top);
-  const float sum = a + b + c;
-  return {.near = a / sum, .fetched = b / sum, .far = c / sum, .lse = top + logf(sum)};
+  // It is a difference of sums that are known to some 2^-20 of what they are.
+  const float least = 0x1p-18f * (a + b + c);
+  const float d = rest.above(top) >= least ? rest.above(top) : 0.f;
+  const float sum = a + b + c + d;
+  return {.near = a / sum, .fetched = b / sum, .far = c / sum, .rest = d / sum, .lse = top + logf(sum)};
 }
+
+/// What a row leaves, as the thread blocks of `split` have weighed it, `parts` of them; 0: nothing.
+struct Rest {
+  const float* out;
+  const float2* mass;
+  std::uint32_t parts, group, head_dim;
+
+  __device__ Rest(const ForwardMemory& m, std::uint32_t list, std::uint32_t parts)
+      : out(m.rest_out_of(list)), mass(reinterpret_cast<const float2*>(m.rest_mass_of(list))), parts(parts), group(m.shape.group()),
+        head_dim(m.shape.head_dim) {}
+  /// Its lse to a query head of the group; kEmptyLse: nothing.
+  [[nodiscard]] __device__ float weight(std::uint32_t h) const {
+    float2 each[kMostRestParts];
+    float top = kEmptyLse;
+#pragma unroll
+    for (std::uint32_t p = 0; p < kMostRestParts; ++p) {
+      each[p] = p < parts ? mass[p * group + h] : float2{kEmptyLse, 0.f};
+      top = fmaxf(top, each[p].x);
+    }
+    top = fmaxf(top, -FLT_MAX);
+    float sum = 0.f;
+#pragma unroll
+    for (std::uint32_t p = 0; p < kMostRestParts; ++p) sum += each[p].y * expf(each[p].x - top);
+    return sum <= 0.f ? kEmptyLse : top + logf(sum);  // What is NaN stays.
+  }
+  /// Four channels of its value.
+  [[nodiscard]] __device__ float4 value(std::uint32_t channel) const {
+    float4 sum{};
+#pragma unroll
+    for (std::uint32_t p = 0; p < kMostRestParts; ++p) {
+      if (p >= parts) continue;
+      const float4 part = *reinterpret_cast<const float4*>(out + p * head_dim + channel);
+      sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
+    }
+    return sum;
+  }
+};
 
 __device__ float part(float weight, float value) { return weight > 0.f ? weight * value : 0.f; }
 
-/// Four channels of a head. `near` and `far` were read already.
+/// Four channels of a head. All but `fetched` was read already.
 __device__ void put_out(const ForwardLayer& layer, std::byte* row, std::uint32_t channel, const Weights& weights,
-                        const float4& near, const float* fetched, const float4& far) {
+                        const float4& near, const float* fetched, const float4& far, const float4& rest) {
   const float nears[4] = {near.x, near.y, near.z, near.w};
   const float fars[4] = {far.x, far.y, far.z, far.w};
+  const float rests[4] = {rest.x, rest.y, rest.z, rest.w};
   for (std::uint32_t c = 0; c < 4; ++c) {
-    float value = part(weights.near, nears[c]) + part(weights.far, fars[c]);
+    float value = part(weights.near, nears[c]) + part(weights.far, fars[c]) + part(weights.rest, rests[c]);
     if (weights.fetched > 0.f) value += weights.fetched * fetched[c];
     detail::store_number(row, layer.out.dtype, channel + c, weights.lse == weights.lse ? value : weights.lse);
   }
 }
 
-/// Thread block i: row i / kv_heads, KV head i % kv_heads. `kTeams`: rows are teams.
+/// Thread block i: row i / kv_heads, KV head i % kv_heads. `kTeams`: rows are teams. `rest_parts`: of what rows leave.
 template <bool kTeams>
-__device__ void merge(const ForwardMemory& m, const ForwardLayer& layer) {
+__device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t rest_parts) {
   __shared__ Weights weights[kMaxGroup];
   __shared__ ForwardStatus status;
   const std::uint32_t group = m.shape.group();
@@ -87,7 +132,8 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer) {
   const std::uint32_t packed = chooses.at;
   const std::uint32_t heads = kTeams ? chooses.drafts * own : group;
   // Whether there is anything in a list that the CPU has added to, the answer says.
-  const bool asks = chooses.in(layer.layer, m.window).asks != 0;
+  const ForwardRow here = chooses.in(layer.layer, m.window);
+  const bool asks = here.asks != 0;
   const bool lists_near = kTeams || m.near_counts[blockIdx.x] != 0;  // A team's rows see themselves.
   const std::uint32_t far_listed = m.far_listed[blockIdx.x];
   const bool lists_far = asks || far_listed != m.fetched_of(far_listed);
@@ -95,6 +141,10 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer) {
     if (at >= group * head_dim) return float4{};
     return *reinterpret_cast<const float4*>(m.near_out + first * head_dim + at);
   };
+  const Rest rest(m, blockIdx.x, here.rest != 0 ? rest_parts : 0);  // All heads of the group have the same value.
+  const auto rest_out = [&](std::uint32_t at) { return rest.value(at % head_dim); };
+  float4 rests = rest_out(4 * threadIdx.x);
+  const float rest_lse = threadIdx.x < group ? rest.weight(threadIdx.x) : kEmptyLse;
   float4 near = near_out(4 * threadIdx.x);
   const float near_lse = threadIdx.x < group ? m.near_lse[first + threadIdx.x] : kEmptyLse;
   if (threadIdx.x == 0) status = forward::await_answer(m, m.bucket.decode_rows * m.shape.kv_heads);
@@ -117,7 +167,8 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer) {
     const bool fetched = (fetches >> threadIdx.x & 1) != 0;
     const Weights mine = weigh({.any = has_near, .lse = has_near ? near_lse : kEmptyLse},
                                {.any = fetched, .lse = fetched ? m.fetched_lse[h] : kEmptyLse},
-                               {.any = has_far && !(asks && far_lse == kEmptyLse), .lse = far_lse});
+                               {.any = has_far && !(asks && far_lse == kEmptyLse), .lse = far_lse},
+                               {.any = goes_on && rest_lse != kEmptyLse, .lse = goes_on ? rest_lse : kEmptyLse});
     weights[threadIdx.x] = goes_on ? mine : Weights{.lse = __int_as_float(0x7fc0'0000)};
     if (layer.lse != nullptr && threadIdx.x < heads) {
       const std::uint64_t at = packed + draft_of(threadIdx.x);
@@ -129,7 +180,9 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer) {
   for (std::uint32_t at = 4 * threadIdx.x; at < heads * head_dim; at += 4 * kThreads) {
     const std::uint32_t draft = draft_of(at / head_dim);
     std::byte* const out = layer.out.row(packed + draft, head * own + at / head_dim - draft * own);
-    put_out(layer, out, at % head_dim, weights[at / head_dim], near, m.fetched_out + first * head_dim + at, far);
+    put_out(layer, out, at % head_dim, weights[at / head_dim], near, m.fetched_out + first * head_dim + at, far,
+            rests);
+    rests = rest_out(at + 4 * kThreads);
     near = near_out(at + 4 * kThreads);
     far = far_out(at + 4 * kThreads);
   }
@@ -139,10 +192,10 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer) {
 template <bool kTeams>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
-                 const __grid_constant__ ForwardLayer layer) {
+                 const __grid_constant__ ForwardLayer layer, std::uint32_t rest_parts) {
   detail::wait_for_kernel_before();
   const std::uint32_t merges = m.bucket.decode_rows * m.shape.kv_heads;
-  if (blockIdx.x < merges) return merge<kTeams>(m, layer);
+  if (blockIdx.x < merges) return merge<kTeams>(m, layer, rest_parts);
   near::promote<false>(m, scratch, layer.layer, blockIdx.x - merges);
 }
 
@@ -154,7 +207,7 @@ void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scr
   const Before before = memory.handover == Handover::stream ? Before::other : Before::kernel;
   OverlappingLaunch(merges + promotes, kThreads, 0, static_cast<cudaStream_t>(layer.stream), 1, before)
       .run(memory.drafts == 1 ? merge_kernel<false> : merge_kernel<true>, "launch the merge kernel of a forward",
-           memory, scratch, layer);
+           memory, scratch, layer, memory.keeps_means ? split_blocks(memory, scratch) : 0);
 }
 
 void load_forward_kernels() {

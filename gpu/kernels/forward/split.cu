@@ -89,9 +89,9 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
   }
   Listed listed;
   bool foreseen = false;
+  const Marks marks(reinterpret_cast<std::uint32_t*>(memory + Choice::memory(room)), Part(work.row.tokens));
   if (work.row.list != kNone) {
     if (first) m.far_windows[work.index] = 0;
-    const Marks marks(reinterpret_cast<std::uint32_t*>(memory + Choice::memory(room)), Part(work.row.tokens));
     if (work.row.whole()) {
       listed = list_all(m, work, s.list, marks.part());
     } else {
@@ -101,9 +101,10 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
     }
   }
   if (foreseen && threadIdx.x / kWarp == 1) learn_foreseen(m, work, foresight, s.choice.foreseen);
-  if (threadIdx.x != 0) return;
   if (first) write_jobs(m, scratch, work, listed);
-  tell(m, layer, work, listed);
+  if (threadIdx.x == 0) tell(m, layer, work, listed);
+  if (work.row.list != kNone && work.row.rest != 0)
+    weigh_rest(m, work, marks, scratch.scored, s.rest, reinterpret_cast<float*>(memory));
 }
 
 constexpr auto* kernel_for(bool two, bool proposes) {
@@ -117,6 +118,8 @@ constexpr std::uint32_t kLeastRoom = 512;
 constexpr std::uint32_t kLeastRoomOfTwo = 1024;  ///< with less, what a second block gains is lost to heads that miss
 constexpr std::uint32_t kLeastRoomAttended = 1024;  ///< the results of warps that attend lie there, too
 static_assert(Choice::memory(kLeastRoom) * sizeof(Candidate) >= Choice::kLeastBytes);
+static_assert(Choice::memory(kLeastRoom) * sizeof(Candidate) >= kRestBytes);
+static_assert(kMostBlocks <= kMostRestParts);
 static_assert(Choice::memory(kLeastRoomAttended) * sizeof(Candidate) >= NearPart<__nv_bfloat16, 128>::kBytes);
 
 constexpr std::uint64_t room_bytes(std::uint32_t room) { return Choice::memory(room) * sizeof(Candidate); }
@@ -172,6 +175,11 @@ std::uint32_t attending_blocks(const ForwardMemory& memory, const ForwardScratch
 
 bool attends_in_split(const ForwardMemory& memory, const ForwardScratch& scratch) {
   return attending_blocks(memory, scratch) != 0;
+}
+
+std::uint32_t split_blocks(const ForwardMemory& memory, const ForwardScratch& scratch) {
+  const std::uint32_t attending = attending_blocks(memory, scratch);
+  return attending != 0 ? attending : blocks_of(memory, scratch);
 }
 
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {

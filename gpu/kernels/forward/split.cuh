@@ -3,6 +3,7 @@
 #include <cuda/atomic>
 
 #include "gpu/kernels/forward/list.cuh"
+#include "gpu/kernels/forward/rest.cuh"
 
 /// What kernels that split a layer's choice into near rows and far ones have in common.
 namespace sluice::gpu::forward {
@@ -10,6 +11,7 @@ namespace sluice::gpu::forward {
 struct SplitShared {
   ChoiceShared choice;
   ListShared list;
+  RestShared rest;
 };
 
 /// What a thread block works on: of the cluster (y, z) row z and KV head y.
