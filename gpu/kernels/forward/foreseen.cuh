@@ -117,15 +117,16 @@ class Foreseen {
     if (found < c_.picks || found > learner_.room()) return false;
     const Range range = gather(h, found);
     if (range.count < c_.picks) return false;
-    const Candidate* const from = learner_.candidates(h);
-    const Cut cut =
-        cut_of(cut_, gathered_, found, range.least, c_.picks, [&](std::uint32_t i) { return from[i].token; });
+    const auto token_of = [&, in_shared = staged(found), from = learner_.candidates(h)](std::uint32_t i) {
+      return in_shared ? tokens()[i] : from[i].token;
+    };
+    const Cut cut = cut_of(cut_, gathered_, found, range.least, c_.picks, token_of);
     if (cut.takes_nothing()) return false;
 #pragma unroll 4
     for (std::uint32_t i = threadIdx.x; i < found; i += kThreads) {
       const std::uint32_t key = gathered_[i];
       if (key == 0 || key < cut.key) continue;
-      if (const std::uint32_t token = from[i].token; cut.takes(key, token)) set(token);
+      if (const std::uint32_t token = token_of(i); cut.takes(key, token)) set(token);
     }
     if (threadIdx.x == 0)
       s_.chosen[h] = {.kth = foresight::score_of(cut.key),
@@ -134,6 +135,10 @@ class Foreseen {
                       .picks = c_.picks};
     return true;
   }
+
+  /// Whether so many candidates' tokens have room behind their keys, where they are read in no time.
+  [[nodiscard]] __device__ bool staged(std::uint32_t found) const { return 2 * found <= learner_.room(); }
+  [[nodiscard]] __device__ std::uint32_t* tokens() const { return gathered_ + learner_.room() / 2; }
 
   /// Candidates that may be chosen: the others' keys become 0.
   struct Range {
@@ -148,6 +153,7 @@ class Foreseen {
       Candidate candidate = from[i];
       if (!c_.between(candidate.token)) candidate.key = 0;
       gathered_[i] = candidate.key;
+      if (staged(found)) tokens()[i] = candidate.token;
       if (candidate.key == 0) continue;
       ++own.count;
       own.least = min(own.least, candidate.key);

@@ -41,7 +41,7 @@ struct Choices {
 };
 
 /// body(key, token) for every token of this block that a head may choose. Several are on their way at once: of a row of
-/// 512K tokens a thread has 128, and one after the other they took 50 us on an H200.
+/// 512K tokens a thread has 128, and one after the other they took about 50 us on an H200.
 template <class Body>
 __device__ __forceinline__ void for_each_key(const Part& part, const Choices& choices, std::uint32_t h,
                                              const Body& body) {
