@@ -31,8 +31,10 @@ EngineOptions options_for(const AttentionShape& shape, const EngineRig& rig, std
 
 }  // namespace
 
-TEST_CASE("heads that choose thousands of tokens choose the highest, ties by the lowest token", "[engine][gpu][choice]") {
-  // Candidates that one thread block gathers are 16,384; so many are foreseen if there are no more than 22,282 to choose.
+TEST_CASE("heads that choose thousands of tokens choose the highest, ties by the lowest token",
+          "[engine][gpu][choice]") {
+  // Candidates that one thread block gathers are 16,384; so many are foreseen if there are no more than 22,282 to
+  // choose.
   const auto [period, picks] =
       GENERATE(grid(std::array{100'000u, 7u}, std::array{7'000u, 15'900u, 16'500u, 22'000u, 22'500u, 39'900u}));
   CAPTURE(period, picks);
