@@ -41,7 +41,6 @@ struct Head {
   std::vector<float> near_scores;     ///< [near tokens and those of the open page, group]
   std::vector<float> scores;          ///< [visited tokens, group], in the order of visits
   std::vector<float> masses;          ///< [pages of a microbatch, group]
-  std::vector<float> tops, sums;      ///< [group] of log_sums
   std::vector<Visited> visited;
 };
 
@@ -105,9 +104,7 @@ class ProgressivePolicy final : public LayerPolicy {
 
     head.near_scores.resize(head.tokens.size() * group_);
     context.kv->score(context.q, head.tokens, head.near_scores.data());
-    head.masses.resize(group_);
-    log_sums(head, head.near_scores, head.masses.data());
-    for (std::uint32_t h = 0; h < group_; ++h) add_mass(head.states[h], head.masses[h]);
+    for (std::uint32_t h = 0; h < group_; ++h) add_mass(head.states[h], log_sum(head.near_scores, h));
     const std::uint64_t near_tokens = head.tokens.size() - open.tokens();
     counters.scored += near_tokens;
     counters.near_hits += near_tokens;
@@ -147,7 +144,7 @@ class ProgressivePolicy final : public LayerPolicy {
     for (const PageRun& run : head.batch) {
       const std::size_t place = run.tokens() == page_tokens_ ? next_full++ : next_other++;
       const auto scores = std::span<const float>(head.scores).subspan(at * group_, run.tokens() * group_);
-      log_sums(head, scores, head.masses.data() + place * group_);
+      for (std::uint32_t h = 0; h < group_; ++h) head.masses[place * group_ + h] = log_sum(scores, h);
       head.visited.push_back({.run = run, .first = at});
       at += run.tokens();
     }
@@ -171,24 +168,14 @@ class ProgressivePolicy final : public LayerPolicy {
     context.kv->score(context.q, head.tokens, head.scores.data() + first * group_);
   }
 
-  /// [group] log-sum-exps of each head's scores; what is no number weighs nothing. All heads at once, whose scores of a
-  /// token lie together.
-  void log_sums(Head& head, std::span<const float> scores, float* logs) const {
-    head.tops.assign(group_, kEmptyLse);
-    head.sums.assign(group_, 0.f);
-    float* const tops = head.tops.data();
-    float* const sums = head.sums.data();
-    for (std::size_t i = 0; i < scores.size(); i += group_) {
-      const float* const of_token = scores.data() + i;
-#pragma omp simd
-      for (std::uint32_t h = 0; h < group_; ++h) tops[h] = of_token[h] > tops[h] ? of_token[h] : tops[h];
-    }
-    for (std::size_t i = 0; i < scores.size(); i += group_) {
-      const float* const of_token = scores.data() + i;
-#pragma omp simd
-      for (std::uint32_t h = 0; h < group_; ++h) sums[h] += fast_exp(of_token[h] - tops[h]);
-    }
-    for (std::uint32_t h = 0; h < group_; ++h) logs[h] = std::isinf(tops[h]) ? tops[h] : tops[h] + std::log(sums[h]);
+  /// Log-sum-exp of one head's scores; what is no number weighs nothing.
+  [[nodiscard]] float log_sum(std::span<const float> scores, std::uint32_t h) const noexcept {
+    float top = kEmptyLse;
+    for (std::size_t i = h; i < scores.size(); i += group_) top = scores[i] > top ? scores[i] : top;
+    if (std::isinf(top)) return top;
+    float sum = 0.f;
+    for (std::size_t i = h; i < scores.size(); i += group_) sum += fast_exp(scores[i] - top);
+    return top + std::log(sum);
   }
 
   /// Everything visited, ascending, with its scores: K need not be read again.
