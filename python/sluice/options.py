@@ -24,6 +24,7 @@ class Features(enum.IntFlag):
     UNBOUNDED = 2  #: some choose a share of the mass, or attend everything
     PAGES = 4  #: some rank pages by their digests
     AUDIT = 8  #: what they attend is held against exact attention, see `Engine.audit`
+    REHEARSED = 16  #: some choose by rehearsed queries, which `Engine.attend` is given
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     write_lists(m, wanted);
     if (bucket.trace) begin_trace(m);
     verbs.apply(m, *side, stream);
+    if (m.promotions != 0) verbs.fill(m, *side, stream);
     if (!clusterings.empty()) verbs.cluster(m, clusterings, stream);
     note_clustered(wanted);
   } catch (...) {
