@@ -1,17 +1,14 @@
 #include "gpu/kernels/prefill/prefill_hopper.cuh"
 
-#include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/compiled.hpp"
 #include "gpu/kernels/load.hpp"
+#include "gpu/kernels/overlap.cuh"
+#include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/prefill/prefill_weights.cuh"
 
 namespace sluice::gpu {
 namespace detail {
 namespace {
-
-/// A value that all lanes of a warp have, from its first: the assembler keeps it as the warp's, and does not work it
-/// out again wherever it is needed.
-__device__ std::uint32_t of_warp(std::uint32_t value) { return __shfl_sync(kAllLanes, value, 0); }
 
 /// A stage as consumers need it. The next tile's is worked out while weights are made, since nothing hides what stands
 /// between them and the products.
@@ -215,24 +212,25 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   extern __shared__ uint4 shared[];
   const std::uint32_t padding = (1024 - shared_address(shared) % 1024) % 1024;
   auto& memory = *reinterpret_cast<HopperMemory<kDim>*>(reinterpret_cast<std::byte*>(shared) + padding);
-  const PrefillItem& item = args.items[blockIdx.z];
-  if (item.count == 0 || blockIdx.y >= item.query_blocks) return;
-  // The last blocks have the most keys and go first; the heads of a group share what they read in the L2 cache.
-  const QueryBlock block = query_block(item, item.query_blocks - 1 - blockIdx.y, blockIdx.x);
   if (threadIdx.x == 0) {
     prefetch_map(pages);
     for (RingStage& stage : ring.stages) {
-      stage.full_k.init(1);
-      stage.full_v.init(1);
+      stage.full_k.init(kSlabs<kDim>);
+      stage.full_v.init(kSlabs<kDim>);
       stage.empty_k.init(kConsumers * kWarpgroup / 32);
       stage.empty_v.init(kConsumers * kWarpgroup / 32);
     }
     publish_barriers();
   }
+  wait_for_kernel_before();
+  const PrefillItem& item = args.items[blockIdx.z];
+  if (item.count == 0 || blockIdx.y >= item.query_blocks) return;
+  // The last blocks have the most keys and go first; the heads of a group share what they read in the L2 cache.
+  const QueryBlock block = query_block(item, item.query_blocks - 1 - blockIdx.y, blockIdx.x);
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     give_registers<40>();
-    if (threadIdx.x < 64) copy_tiles<kDim>(pages, item, block, memory, ring);
+    if (threadIdx.x < 64 * kSlabs<kDim>) TileCopier<kDim>(pages, item, block, memory, ring).copy_all();
   } else {
     take_registers<232>();
     RowGroup<T, kDim, kCapped>(args, item, block, memory, ring).attend();
@@ -263,10 +261,10 @@ void with_kernel(DType dtype, std::uint32_t head_dim, bool capped, const Use& us
 void launch_prefill_hopper(const PrefillVariant& variant, const PrefillArgs& args, const PrefillExtent& extent,
                            const CUtensorMap& pages, cudaStream_t stream) {
   detail::with_kernel(variant.dtype, variant.head_dim, variant.capped, [&](auto* kernel, int shared_bytes) {
-    kernel<<<dim3(args.group, extent.blocks, extent.items), detail::kHopperThreads, shared_bytes, stream>>>(pages,
-                                                                                                            args);
+    const dim3 grid(args.group, extent.blocks, extent.items);
+    const OverlappingLaunch launch(grid, detail::kHopperThreads, static_cast<std::uint32_t>(shared_bytes), stream);
+    launch.run(kernel, "launch prefill", pages, args);
   });
-  check(cudaGetLastError(), "launch prefill");
 }
 
 bool load_prefill_hopper_kernels() {

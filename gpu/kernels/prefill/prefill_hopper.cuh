@@ -9,7 +9,7 @@
 /// Causal attention of one query head and one block of 128 positions by products of whole warpgroups.
 ///
 /// Blocks of queries and tiles of keys both lie on the grid of positions, so that only the last tile of a block is
-/// masked by causality. Two warpgroups have 64 rows each; two warps of a third copy tiles of keys and of values into a
+/// masked by causality. Two warpgroups have 64 rows each; the warps of a third copy tiles of keys and of values into a
 /// ring, page by page, straight from where the pages lie, and say with each which it is and what comes next. A
 /// warpgroup starts the products of the next tile's keys before it makes weights of the scores that it has; named
 /// barriers let the two take turns, so that the weights of the one are made while the tensor cores work for the other.
@@ -85,8 +85,9 @@ __device__ inline QueryBlock query_block(const PrefillItem& item, std::uint32_t 
 /// The first tile from `tile` on that is to be attended, kNoTile if there is none.
 __device__ inline std::uint32_t next_tile(const QueryBlock& block, std::uint32_t tile) {
   const std::uint32_t end = (block.key_end + kTile - 1) / kTile;
+  if (block.mask == nullptr) return tile < end ? tile : kNoTile;
   while (tile < end) {
-    const std::uint32_t word = block.mask == nullptr ? ~0u : block.mask[tile / 32];
+    const std::uint32_t word = block.mask[tile / 32];
     const std::uint32_t left = word >> tile % 32;
     if (left != 0) {
       tile += __ffs(static_cast<int>(left)) - 1;
@@ -97,58 +98,103 @@ __device__ inline std::uint32_t next_tile(const QueryBlock& block, std::uint32_t
   return kNoTile;
 }
 
-/// One warp of two: copies the keys of the block's tiles, or their values, into the ring. A lane copies one page's part
-/// of one slab, 8 to 128 rows.
-template <int kDim>
-__device__ void copy_tiles(const CUtensorMap& pages, const PrefillItem& item, const QueryBlock& block,
-                           HopperMemory<kDim>& memory, Ring& ring) {
-  const bool values = threadIdx.x >= 32;
-  const std::uint32_t slab = threadIdx.x % kSlabs<kDim>;
-  const std::uint32_t first_row = threadIdx.x % 32 / kSlabs<kDim> * min(item.page_tokens, kTile);
-  const std::uint32_t page_shift = __ffs(static_cast<int>(item.page_tokens)) - 1;
-  // Rows past a page's end are zeros: where there is nothing to see, a box begins there.
-  const auto box_of = [&](std::uint32_t tile) {
-    const std::uint32_t key = tile * kTile + first_row;
-    BoxStart start{.x = static_cast<int>(slab * kSlabColumns), .y = static_cast<int>(item.page_tokens), .z = values};
-    if (first_row < kTile && tile != kNoTile && key >= block.key_begin && key < block.key_end) {
-      start.y = static_cast<int>(key & (item.page_tokens - 1));
-      start.w = static_cast<int>(item.frames[(key - block.key_begin) >> page_shift]);
-    }
-    return start;
-  };
-  std::byte* const to = (values ? memory.v : memory.k)[0].bytes + slab * kSlabBytes + first_row * kSlabRowBytes;
-  const std::uint32_t seen = max(block.key_begin, first_seen(block.position, block.reach));
-  std::uint32_t tile = seen < block.key_end ? next_tile(block, seen / kTile) : kNoTile;
-  if (tile == kNoTile && threadIdx.x == 0) {
-    ring.stages[0].tile = kNoTile;
-    ring.stages[0].full_k.arrive();
-  }
-  std::uint32_t index = 0;
-  std::uint32_t parity = 1;  // All stages are empty before the first phase.
-  BoxStart start = box_of(tile);
-  while (tile != kNoTile) {
-    const std::uint32_t next = next_tile(block, tile + 1);
-    const BoxStart next_start = box_of(next);  // Looked up while the stage is waited for.
-    RingStage& stage = ring.stages[index];
-    SharedBarrier& full = values ? stage.full_v : stage.full_k;
-    (values ? stage.empty_v : stage.empty_k).wait(parity);
-    if (threadIdx.x % 32 == 0) {
-      if (!values) {
-        stage.tile = tile;
-        stage.next = next;
-      }
-      full.arrive_and_expect(sizeof(Slabs<kDim>));
-    }
-    __syncwarp();
-    if (first_row < kTile) copy_box(to + index * sizeof(Slabs<kDim>), pages, start, full);
-    if (++index == kStages) {
-      index = 0;
-      parity ^= 1;
-    }
-    tile = next;
-    start = next_start;
-  }
+/// A value that all lanes of a warp have, from its first: the assembler keeps it as the warp's, and does not work it
+/// out again wherever it is needed.
+__device__ inline std::uint32_t of_warp(std::uint32_t value) { return __shfl_sync(kAllLanes, value, 0); }
+__device__ inline int of_lane(int value, std::uint32_t lane) {
+  return __shfl_sync(kAllLanes, value, static_cast<int>(lane));
 }
+/// True for one lane of the warp. The assembler knows that, and starts that lane's copies without a look at others.
+__device__ inline bool one_of_warp() {
+  std::uint32_t one;
+  asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(one));
+  return one != 0;
+}
+/// Of a power of two.
+__device__ inline std::uint32_t shift_of(std::uint32_t count) { return __ffs(static_cast<int>(count)) - 1; }
+
+/// One warp: copies its slab of the block's tiles of keys, or of values, into the ring. It shares a scheduler with
+/// warps that attend, so it has few instructions for a tile: a lane looks a page up, and the first starts the copies of
+/// all.
+template <int kDim>
+class TileCopier {
+ public:
+  __device__ TileCopier(const CUtensorMap& pages, const PrefillItem& item, const QueryBlock& block,
+                        HopperMemory<kDim>& memory, Ring& ring)
+      : pages_(pages),
+        block_(block),
+        frames_(item.frames),
+        page_tokens_(of_warp(item.page_tokens)),
+        page_shift_(shift_of(page_tokens_)),
+        rows_(min(page_tokens_, kTile)),
+        warp_(of_warp(threadIdx.x / 32)),
+        first_(of_warp(shared_address((values() ? memory.v : memory.k)[0].bytes) + slab() * kSlabBytes)),
+        ring_(of_warp(shared_address(&ring))) {}
+
+  __device__ void copy_all() {
+    const std::uint32_t seen = max(block_.key_begin, first_seen(block_.position, block_.reach));
+    std::uint32_t tile = of_warp(seen < block_.key_end ? next_tile(block_, seen / kTile) : kNoTile);
+    if (tile == kNoTile && threadIdx.x == 0) {
+      store_shared(ring_ + offsetof(RingStage, tile), kNoTile);
+      for (int i = 0; i < kSlabs<kDim>; ++i) arrive_at(ring_ + offsetof(RingStage, full_k));
+    }
+    std::uint32_t index = 0;
+    std::uint32_t parity = 1;  // All stages are empty before the first phase.
+    int page = page_of(tile);
+    while (tile != kNoTile) {
+      const std::uint32_t next = of_warp(next_tile(block_, tile + 1));
+      const int next_page = page_of(next);  // Looked up while the stage is waited for.
+      const std::uint32_t stage = ring_ + index * sizeof(RingStage);
+      wait_at(stage + (values() ? offsetof(RingStage, empty_v) : offsetof(RingStage, empty_k)), parity);
+      const bool one = one_of_warp();
+      if (one && warp_ == 0) {
+        store_shared(stage + offsetof(RingStage, tile), tile);
+        store_shared(stage + offsetof(RingStage, next), next);
+      }
+      copy(one, tile, page, first_ + index * sizeof(Slabs<kDim>),
+           stage + (values() ? offsetof(RingStage, full_v) : offsetof(RingStage, full_k)));
+      if (++index == kStages) {
+        index = 0;
+        parity ^= 1;
+      }
+      tile = next;
+      page = next_page;
+    }
+  }
+
+ private:
+  [[nodiscard]] __device__ bool values() const { return warp_ >= kSlabs<kDim>; }
+  [[nodiscard]] __device__ std::uint32_t slab() const { return warp_ % kSlabs<kDim>; }
+
+  /// The one that this lane looks up. Outside of all is where nothing is to be seen, and becomes zeros.
+  [[nodiscard]] __device__ int page_of(std::uint32_t tile) const {
+    const std::uint32_t row = threadIdx.x % 32 * rows_;
+    const std::uint32_t key = tile * kTile + row;
+    const bool seen = row < kTile && tile != kNoTile && key >= block_.key_begin && key < block_.key_end;
+    return seen ? static_cast<int>(frames_[(key - block_.key_begin) >> page_shift_]) : -1;
+  }
+
+  __device__ void copy(bool one, std::uint32_t tile, int page, std::uint32_t to, std::uint32_t full) const {
+    if (one) arrive_and_expect_at(full, kSlabBytes);
+    BoxStart start{.x = static_cast<int>(slab() * kSlabColumns),
+                   .y = static_cast<int>(tile * kTile & (page_tokens_ - 1)),
+                   .z = values()};
+    for (std::uint32_t i = 0; i * rows_ < kTile; ++i) {
+      start.w = of_lane(page, i);
+      if (one) copy_box_at(to + i * rows_ * kSlabRowBytes, pages_, start, full);
+    }
+  }
+
+  const CUtensorMap& pages_;
+  const QueryBlock& block_;
+  const std::uint32_t* const frames_;
+  const std::uint32_t page_tokens_;
+  const std::uint32_t page_shift_;
+  const std::uint32_t rows_;  ///< of a box
+  const std::uint32_t warp_;
+  const std::uint32_t first_;  ///< where its slab is in the first stage
+  const std::uint32_t ring_;
+};
 
 /// 16 bytes of a row of the queries, which may lie anywhere.
 __device__ inline uint4 load_piece(const std::byte* from, bool whole) {
