@@ -53,13 +53,21 @@ sluice_status sluice_engine_plan(sluice_engine* engine, const sluice_plan_item* 
 sluice_status sluice_engine_attend(sluice_engine* engine, const sluice_bucket* bucket, uint32_t layer,
                                    const sluice_tensor* q, const sluice_tensor* k, const sluice_tensor* v,
                                    const sluice_tensor* out, const sluice_tensor* lse, void* stream) {
+  return sluice_engine_attend_rehearsed(engine, bucket, layer, q, k, v, nullptr, out, lse, stream);
+}
+
+sluice_status sluice_engine_attend_rehearsed(sluice_engine* engine, const sluice_bucket* bucket, uint32_t layer,
+                                             const sluice_tensor* q, const sluice_tensor* k, const sluice_tensor* v,
+                                             const sluice_tensor* rehearsed, const sluice_tensor* out,
+                                             const sluice_tensor* lse, void* stream) {
   return capi::guarded([&] {
     Engine& of = capi::engine_of(engine);
     const Bucket asked = capi::bucket_of(bucket);
     const capi::Place& place = engine->place;
     of.attend(asked, LayerId{layer}, capi::readable(q, "q", place), capi::readable(k, "k", place),
               capi::readable(v, "v", place), capi::writable(out, "out", place), capi::stream_of(*engine, stream),
-              capi::log_sums(lse, asked.rows(), of.options().shape.q_heads, place));
+              capi::log_sums(lse, asked.rows(), of.options().shape.q_heads, place),
+              rehearsed == nullptr ? TensorView{} : capi::readable(rehearsed, "rehearsed", place));
   });
 }
 

@@ -128,7 +128,8 @@ enum {
   SLUICE_BUCKET_TOP_K = 1,      ///< some choose a number of tokens
   SLUICE_BUCKET_UNBOUNDED = 2,  ///< some choose a share of the mass, or attend everything
   SLUICE_BUCKET_PAGES = 4,      ///< some rank pages by their digests
-  SLUICE_BUCKET_AUDIT = 8       ///< what they attend is held against exact attention, see sluice_engine_audit
+  SLUICE_BUCKET_AUDIT = 8,      ///< what they attend is held against exact attention, see sluice_engine_audit
+  SLUICE_BUCKET_REHEARSED = 16  ///< some choose by rehearsed queries, see sluice_engine_attend_rehearsed
 };
 
 /// Everything that is fixed when an engine is created; sluice/engine.hpp says more of each field of
@@ -214,7 +215,7 @@ typedef struct sluice_engine_options {
   /// GPU chooses of it (`history | int4 |` top_k; top_p in buckets with SLUICE_BUCKET_UNBOUNDED) while the CPU learns.
   /// With SLUICE_HANDOVER_DEVICE; engines on SLUICE_DEVICE_CPU have it off
   uint32_t forecasts;
-  /// A switch (0): means of the values of full pages are kept, for policies with rest=mean; of the host device alone
+  /// A switch (0): means of the values of full pages are kept, for policies with rest=mean, as the default
   uint32_t value_means;
   uint32_t reserved;      ///< 0
 } sluice_engine_options;
@@ -371,7 +372,7 @@ typedef struct sluice_plan_item {
   uint32_t reserved;  ///< 0
 } sluice_plan_item;
 
-/// Plans a forward and enqueues that on `stream`, which is not being captured. `items` [item_count] of different
+/// Plans a forward and enqueues that on `stream`; SLUICE_UNSUPPORTED if that is captured. `items` [item_count] of different
 /// sequences, whose rows are packed in their order; rows behind them are padding. Forwards run in the order of their
 /// plans; enqueue all layers of one, or replay its graph, before the next is planned. Finish or cancel *forward.
 SLUICE_API sluice_status sluice_engine_plan(sluice_engine* engine, const sluice_plan_item* items, size_t item_count,
@@ -383,6 +384,15 @@ SLUICE_API sluice_status sluice_engine_plan(sluice_engine* engine, const sluice_
 SLUICE_API sluice_status sluice_engine_attend(sluice_engine* engine, const sluice_bucket* bucket, uint32_t layer,
                                               const sluice_tensor* q, const sluice_tensor* k, const sluice_tensor* v,
                                               const sluice_tensor* out, const sluice_tensor* lse, void* stream);
+/// The same of a bucket with SLUICE_BUCKET_REHEARSED, for policies with the stage `rehearsed`, such as infinigen, which
+/// choose by a query that is known before its layer begins. `rehearsed`, in every layer but the first, where it may be
+/// null: as q, what the attention input of the layer before, as that layer has normalised it, gives with this layer's
+/// query weights, after RoPE. Other policies, and layers of other buckets, do not look at it.
+SLUICE_API sluice_status sluice_engine_attend_rehearsed(sluice_engine* engine, const sluice_bucket* bucket,
+                                                        uint32_t layer, const sluice_tensor* q, const sluice_tensor* k,
+                                                        const sluice_tensor* v, const sluice_tensor* rehearsed,
+                                                        const sluice_tensor* out, const sluice_tensor* lse,
+                                                        void* stream);
 /// Waits until the forward has run; then its sequences have their new tokens. SLUICE_DEVICE if it did not get to its
 /// end: none of them has, outputs may be NaN, and it can be planned again. SLUICE_TIMEOUT: it can be waited for again,
 /// or cancelled.

@@ -45,8 +45,8 @@ float merge_head(const ForwardMemory& m, std::uint64_t h, const ForwardRow& row,
   if (m.fetches() && (m.fetch_heads[index] >> h % m.shape.group() & 1) != 0) add(m.fetched_out + at, m.fetched_lse[h]);
   if (row.rest != 0) {
     const auto list = static_cast<std::uint32_t>(index);
-    const float rest = m.rest_lse_of(list)[h % m.shape.group()];
-    if (rest != kEmptyLse) add(m.rest_out_of(list), rest);
+    const float* const rest = m.rest_mass_of(list) + 2 * (h % m.shape.group());
+    if (rest[1] != 0.f) add(m.rest_out_of(list), rest[0]);
   }
   const bool listed = m.far_listed[index] != m.fetched_of(m.far_listed[index]);
   if (row.asks != 0 ? m.far_lse[h] != kEmptyLse : listed) add(m.far_out + at, m.far_lse[h]);

@@ -79,6 +79,8 @@ void fill_out(const Kernels& kernels, const ForwardMemory& memory, const Forward
 
 /// Near rows of freed blocks, and of the tokens that come, when a slip's lists have been taken.
 void acquire_rows(const Kernels& kernels, const ForwardMemory& memory);
+/// Fills those of rows that were listed to come near, see ForwardVerbs::fill.
+void fill_rows(const Kernels& kernels, const ForwardMemory& memory);
 void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 /// `workers`: of `host`.
 void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& memory, const ForwardLayer& layer);

@@ -108,10 +108,18 @@ void acquire_rows(const Kernels& kernels, const ForwardMemory& m) {
       if (arriving.state().state != ForwardArrivals::State::listed) return;
       forget_coming(stack, plane);
       place(plane, arriving, forward);
-      arriving.for_each([&](std::uint32_t row) {
-        plane.load(kernels, row);
-        ++m.state->promoted;
-      });
+      arriving.for_each([&](std::uint32_t) { ++m.state->promoted; });
+    });
+  }
+}
+
+void fill_rows(const Kernels& kernels, const ForwardMemory& m) {
+  for (std::uint32_t p = 0; p < m.planes() && m.near_pages != 0; ++p) {
+    const Plane plane(m, p);
+    for_each_stack(m, p, [&](const ForwardMemory& stack) {
+      const Arriving arriving(stack, p);
+      if (arriving.state().state != ForwardArrivals::State::placed) return;
+      arriving.for_each([&](std::uint32_t row) { plane.load(kernels, row); });
       arriving.state().state = ForwardArrivals::State::filled;
     });
   }

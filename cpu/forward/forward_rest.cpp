@@ -40,9 +40,11 @@ void weigh_rest(const Kernels& kernels, const ForwardMemory& m, const ForwardRow
   }
   const std::uint64_t first = first_head(m, index);
   const float* const scores = m.scores + first * m.score_room();
-  float* const lse = m.rest_lse_of(index);
-  for (std::uint32_t h = 0; h < m.shape.group(); ++h)
-    lse[h] = weight_of(kernels, m.shape, left, scores + h * std::uint64_t{row.tokens});
+  float* const mass = m.rest_mass_of(index);  // In one part.
+  for (std::uint32_t h = 0; h < m.shape.group(); ++h) {
+    mass[2 * h] = weight_of(kernels, m.shape, left, scores + h * std::uint64_t{row.tokens});
+    mass[2 * h + 1] = mass[2 * h] == kEmptyLse ? 0.f : 1.f;
+  }
 
   float* const out = m.rest_out_of(index);
   float mean[kMaxHeadDim];

@@ -140,6 +140,9 @@ ForwardVerbs::ForwardVerbs(sluice::Backend& host, const Workers& workers, const 
 void ForwardVerbs::apply(const ForwardMemory& memory, ForwardSide& /*side*/, void* stream) {
   queue(memory, stream, "apply", [this, memory] { cpu::apply(kernels_, memory); });
 }
+void ForwardVerbs::fill(const ForwardMemory& memory, ForwardSide& /*side*/, void* stream) {
+  queue(memory, stream, "fill", [this, memory] { cpu::fill_rows(kernels_, memory); });
+}
 void ForwardVerbs::cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) {
   queue(memory, stream, "cluster", [this, memory, all = std::vector(clusterings.begin(), clusterings.end())] {
     for (const ForwardClustering& clustering : all) cpu::cluster(host_, memory, clustering);

@@ -17,6 +17,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
 
   [[nodiscard]] std::uint64_t scratch_bytes(const ForwardMemory&) const override { return 0; }
   void apply(const ForwardMemory& memory, ForwardSide& side, void* stream) override;
+  void fill(const ForwardMemory& memory, ForwardSide& side, void* stream) override;
   void cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) override;
   void begin(const ForwardMemory& memory, void* stream) override;
   void append(const ForwardMemory& memory, const ForwardLayer& layer) override;

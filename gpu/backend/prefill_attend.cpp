@@ -102,8 +102,7 @@ PrefillItem PrefillPlan::describe(const PrefillTask& task, const std::uint32_t* 
           .last_window = task.last_window};
 }
 
-/// Describes the tasks in pinned memory and has that copied to device memory, where every block of the kernel reads
-/// the page tables again. Returns the items there.
+/// Describes the tasks in pinned memory and has that copied to device memory. Returns the items there.
 const PrefillItem* PrefillPlan::pack(std::span<const PrefillTask> tasks, PrefillExtent& extent,
                                      CudaStream& stream) const {
   std::uint64_t bytes = 0;
@@ -126,7 +125,7 @@ const PrefillItem* PrefillPlan::pack(std::span<const PrefillTask> tasks, Prefill
     }
     used += frames_bytes(task);
   }
-  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream.handle()), "send the page tables of a prefill");
+  launch_copy_items(to, from, bytes, stream.handle());
   return reinterpret_cast<const PrefillItem*>(to);
 }
 

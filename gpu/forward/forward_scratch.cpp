@@ -7,6 +7,7 @@
 #include "gpu/device/current_device.hpp"
 #include "gpu/forward/forward_clusters.hpp"
 #include "gpu/forward/forward_verbs.hpp"
+#include "gpu/kernels/index/int4.hpp"
 #include "sluice/carver.hpp"
 #include "sluice/error.hpp"
 
@@ -123,15 +124,24 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   if (largest.unbounded) choice.top_p_rows = carver.take<TopPRow>(q_heads);
   if (memory.cluster_slots != 0) place_clusters(rows, carver, choice);
   if (jobs != 0 && largest.top_k && memory.max_picks != 0) {
-    // More than the margin of a head that is hard to foresee, and no more than the split kernel has shared memory for.
-    constexpr std::uint32_t kMostCandidates = 16'384;
-    choice.foresight.room = std::clamp(8 * memory.max_picks, 512u, kMostCandidates);
+    // More than the margin of a head that is hard to foresee; of many that are chosen less, and no more than the split
+    // kernel has shared memory for.
+    constexpr std::uint32_t kManyCandidates = 16'384;
+    constexpr std::uint32_t kMostCandidates = 2 * kManyCandidates;
+    choice.foresight.room = std::max(std::clamp(8 * memory.max_picks, 512u, kManyCandidates),
+                                     std::min(3 * memory.max_picks, kMostCandidates));
     choice.foresight.bounds = carver.take<HeadBound>(memory.shape.layers * q_heads);
     choice.foresight.counts = carver.take<std::uint32_t>(q_heads);
     choice.foresight.candidates = carver.take<Candidate>(q_heads * choice.foresight.room);
     choice.foresight.head_dim = memory.shape.head_dim;
     choice.foresight.score_scale = memory.shape.score_scale();
     choice.foresight.centers = carver.take<float>(std::uint64_t{memory.shape.layers} * heads * memory.shape.head_dim);
+  }
+  if (memory.keeps_means) {
+    choice.scored.sums = carver.take<float2>(
+        score_int4_most_blocks(heads, memory.scores_in(largest), multiprocessors_) * std::uint64_t{rows.shape.group()});
+    choice.scored.blocks = score_int4_blocks(memory.bucket.decode_rows * memory.shape.kv_heads,
+                                             memory.scores_in(memory.bucket), multiprocessors_);
   }
   choice.jobs = carver.take<AttendJob>(jobs);
   choice.counters = carver.take<std::uint32_t>(jobs);

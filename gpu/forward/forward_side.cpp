@@ -31,6 +31,8 @@ ForwardSide::~ForwardSide() {
 }
 
 void ForwardSide::join(cudaStream_t stream) const {
+  // Here, not behind `fill`: where that could not be noted nobody would wait for rows that are being filled.
+  check(cudaEventRecord(filled_.get(), stream_.get()), "note which near rows are filled");
   check(cudaStreamWaitEvent(stream, filled_.get()), "wait for near rows that are filled");
 }
 
@@ -38,7 +40,6 @@ void ForwardSide::fill(const ForwardMemory& memory, cudaStream_t stream) const {
   check(cudaEventRecord(placed_.get(), stream), "note which near rows are to be filled");
   check(cudaStreamWaitEvent(stream_.get(), placed_.get()), "wait for near rows that are to be filled");
   launch_forward_fill(memory, stream_.get());
-  check(cudaEventRecord(filled_.get(), stream_.get()), "note that near rows are filled");
 }
 
 }  // namespace sluice::gpu

@@ -17,7 +17,7 @@ class ForwardSide final : public sluice::ForwardSide {
   ForwardSide(const ForwardSide&) = delete;
   ForwardSide& operator=(const ForwardSide&) = delete;
 
-  /// What comes on `stream` finds rows filled that were placed before.
+  /// What comes on `stream` finds rows filled that `fill` was asked to, however far it got.
   void join(cudaStream_t stream) const;
   /// Fills what was placed on `stream`.
   void fill(const ForwardMemory& memory, cudaStream_t stream) const;

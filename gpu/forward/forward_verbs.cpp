@@ -55,11 +55,13 @@ std::unique_ptr<sluice::ForwardSide> ForwardVerbs::make_side() { return std::mak
 
 void ForwardVerbs::apply(const ForwardMemory& memory, sluice::ForwardSide& side, void* stream) {
   const CurrentDevice current(ordinal_);
-  const auto& rows = static_cast<const ForwardSide&>(side);
-  const bool promotes = memory.promotions != 0;
-  if (promotes) rows.join(handle(stream));
+  if (memory.promotions != 0) static_cast<const ForwardSide&>(side).join(handle(stream));
   launch_forward_apply(memory, handle(stream));
-  if (promotes) rows.fill(memory, handle(stream));
+}
+
+void ForwardVerbs::fill(const ForwardMemory& memory, sluice::ForwardSide& side, void* stream) {
+  const CurrentDevice current(ordinal_);
+  static_cast<const ForwardSide&>(side).fill(memory, handle(stream));
 }
 
 void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
@@ -92,9 +94,11 @@ void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) 
 
 void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer) {
   const CurrentDevice current(ordinal_);
-  launch_score_int4(choice_of(memory).score_tasks, memory.bucket.decode_rows * memory.shape.kv_heads,
+  const ForwardScratch scratch = choice_of(memory);
+  launch_score_int4(scratch.score_tasks, memory.bucket.decode_rows * memory.shape.kv_heads,
                     memory.scores_in(memory.bucket), memory.bucket.pages,
-                    foresight_of(memory, choice_of(memory), layer.layer),
+                    foresight_of(memory, scratch, layer.layer),
+                    {.sums = scratch.scored.sums, .softcap = memory.shape.softcap},
                     {.layout = Int4Layout(memory.layout),
                      .dtype = memory.layout.dtype,
                      .group = memory.shape.group(),
@@ -194,7 +198,12 @@ void ForwardVerbs::signal(const ForwardMemory& memory, std::uint64_t ticket, voi
 bool ForwardVerbs::capturing(void* stream) const {
   const CurrentDevice current(ordinal_);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(handle(stream), &status), "ask whether a stream is captured");
+  const cudaError_t error = cudaStreamIsCapturing(handle(stream), &status);
+  if (error == cudaErrorStreamCaptureImplicit) {  // The default stream, which a capture elsewhere would have in it.
+    (void)cudaGetLastError();
+    return true;
+  }
+  check(error, "ask whether a stream is captured");
   return status != cudaStreamCaptureStatusNone;
 }
 

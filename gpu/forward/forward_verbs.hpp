@@ -24,6 +24,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   [[nodiscard]] std::uint64_t scratch_bytes(const ForwardMemory& memory) const override;
   [[nodiscard]] std::unique_ptr<sluice::ForwardSide> make_side() override;
   void apply(const ForwardMemory& memory, sluice::ForwardSide& side, void* stream) override;
+  void fill(const ForwardMemory& memory, sluice::ForwardSide& side, void* stream) override;
   void cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) override;
   void begin(const ForwardMemory& memory, void* stream) override;
   void append(const ForwardMemory& memory, const ForwardLayer& layer) override;

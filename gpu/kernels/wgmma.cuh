@@ -22,17 +22,22 @@ namespace sluice::gpu::detail {
 inline constexpr std::uint32_t kSlabRowBytes = 128;
 inline constexpr std::uint32_t kSlabColumns = 64;
 
-[[nodiscard]] __device__ inline std::uint64_t describe(std::uint32_t address, std::uint32_t leading_bytes) {
-  constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
-  constexpr std::uint64_t kEightRows = std::uint64_t{8 * kSlabRowBytes / 16} << 32;
-  return kSwizzle128 | kEightRows | std::uint64_t{leading_bytes / 16} << 16 | (address & 0x3ffffu) / 16;
+/// The low word of an operand's descriptor: where it lies, and its leading stride. It gets on by sixteenths of bytes
+/// that are added to it; an address has 18 bits.
+[[nodiscard]] __device__ inline std::uint32_t describe_low(std::uint32_t address, std::uint32_t leading_bytes) {
+  return leading_bytes / 16 << 16 | (address & 0x3ffffu) / 16;
+}
+/// The high word is the same for all: eight rows make a step, pieces are swizzled.
+[[nodiscard]] __device__ inline std::uint64_t describe(std::uint32_t low) {
+  constexpr std::uint32_t kSwizzle128 = 1u << 30;
+  constexpr std::uint32_t kEightRows = 8 * kSlabRowBytes / 16;
+  return std::uint64_t{kSwizzle128 | kEightRows} << 32 | low;
 }
 /// An operand whose rows run along the products' inner dimension (A, or the transpose of B), from a piece of even
 /// number within one slab on. The leading stride has no meaning there.
-[[nodiscard]] __device__ inline std::uint64_t describe_rows(std::uint32_t address) { return describe(address, 16); }
-/// B with its rows as rows; columns 64 and up are in the slab `slab_bytes` further on.
-[[nodiscard]] __device__ inline std::uint64_t describe_columns(std::uint32_t address, std::uint32_t slab_bytes) {
-  return describe(address, slab_bytes);
+inline constexpr std::uint32_t kRowsLeading = 16;
+[[nodiscard]] __device__ inline std::uint64_t describe_rows(std::uint32_t address) {
+  return describe(describe_low(address, kRowsLeading));
 }
 
 /// Before the first product, and between other accesses to its registers and a product.

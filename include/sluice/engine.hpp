@@ -214,9 +214,10 @@ class Engine {
   /// with a host device, or null: at once.
   /// @throws Error{Errc::invalid_argument} naming what does not fit the bucket, or if `in_flight` forwards are not
   /// finished, or one failed with a prompt that a policy is to look at; Error{Errc::out_of_capacity};
-  /// Error{Errc::unsupported} if a policy is to choose on the CPU for more tokens than the bucket has drafts, or is
-  /// `sampled` in a bucket with drafts; Error{Errc::timeout} if a prompt's forwards take too long, or a thread does
-  /// that looks at one: it is left behind, and the next plan begins that look again, by other threads
+  /// Error{Errc::unsupported} if `stream` is captured, or a policy is to choose on the CPU for more tokens than the
+  /// bucket has drafts, or is `sampled` in a bucket with drafts; Error{Errc::timeout} if a prompt's forwards take too
+  /// long, or a thread does that looks at one: it is left behind, and the next plan begins that look again, by other
+  /// threads
   [[nodiscard]] Batch plan(std::span<const PlanItem> items, const Bucket& bucket, void* stream);
   /// One layer of a forward of this bucket: enqueues and returns. q [rows, q_heads, head_dim], k and v [rows, kv_heads,
   /// head_dim], out as q, all of bucket.rows() rows, in device memory; they are touched on `stream` only. `lse` [rows,

@@ -98,9 +98,8 @@ struct EngineOptions {
   /// Of full pages, for policies that rank them: 2 * head_dim numbers of device memory for each page that host_bytes
   /// hold. What a policy calls them (PageSourceOptions::digest) must be the same.
   std::optional<DigestKind> digests{};
-  /// Of full pages, the mean of their values, for policies whose rest is that (`rest=mean`): head_dim float32 of device
-  /// memory for each page, layer and KV head that host_bytes hold. Of host devices alone; and rows of such a policy are
-  /// not verified together, see Bucket::drafts.
+  /// Of full pages, the mean of their values, for policies whose rest is that (`rest=mean`, the default's): head_dim
+  /// numbers of device memory for each page, layer and KV head that host_bytes hold.
   bool value_means = false;
   std::uint32_t max_ranked = 512;  ///< pages that a query head may choose
   std::uint32_t max_window = 512;  ///< sinks and recent tokens of a policy, together

@@ -89,8 +89,9 @@ struct ForwardRow {
   /// Not 0: each query head chooses, by `picks` or `mass`, of what its history proposes, in slot `proposed` - 1 of
   /// ForwardMemory::proposals; `asks` is as ForwardVerbs::propose finds it in each layer.
   std::uint32_t proposed = 0;
-  /// Not 0: what no query head of a group has chosen is to it one token more: as heavy as its estimates say, the value
-  /// the mean of those of as many pages that were full before the newest token, see rest_page. With ranks() alone.
+  /// Not 0: what no query head of a group, or of a team's group, has chosen is to it one token more: as heavy as its
+  /// estimates say, the value the mean of those of as many pages that were full before the newest of `tokens`, see
+  /// rest_page. With ranks() alone.
   std::uint32_t rest = 0;
 
   /// Whether the device chooses tokens by score: of all, or of those in the pages that it has chosen.

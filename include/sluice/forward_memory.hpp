@@ -108,7 +108,8 @@ struct ForwardMemory {
   float* near_lse = nullptr;             ///< [decode_rows, q_heads]
   // Of rows with a rest, if it keeps_means, in as many parts as a device makes of it:
   float* rest_out = nullptr;  ///< [decode_rows, kv_heads, kMostRestParts, head_dim] its value is the sum
-  float* rest_lse = nullptr;  ///< [decode_rows, kv_heads, kMostRestParts, group] what they weigh; kEmptyLse: nothing
+  /// [decode_rows, kv_heads, kMostRestParts, group, 2] top and mass: what it weighs is the sum of exp(top) * mass.
+  float* rest_mass = nullptr;
   // As near_out and near_lse, of far rows that the device attends over the link, if it fetches().
   std::uint32_t* fetch_heads = nullptr;  ///< [decode_rows, kv_heads] bit h: query head h attends some
   float* fetched_out = nullptr;          ///< [decode_rows, q_heads, head_dim]
@@ -354,8 +355,8 @@ struct ForwardMemory {
   [[nodiscard]] constexpr float* rest_out_of(std::uint32_t list) const noexcept {
     return rest_out + std::uint64_t{list} * kMostRestParts * shape.head_dim;
   }
-  [[nodiscard]] constexpr float* rest_lse_of(std::uint32_t list) const noexcept {
-    return rest_lse + std::uint64_t{list} * kMostRestParts * shape.group();
+  [[nodiscard]] constexpr float* rest_mass_of(std::uint32_t list) const noexcept {
+    return rest_mass + std::uint64_t{list} * kMostRestParts * shape.group() * 2;
   }
   /// What query head 0 found out about a chunk of a forward in a layer; the other heads follow.
   [[nodiscard]] constexpr PrefillChoice* choices_of(std::uint64_t forward, std::uint32_t layer,

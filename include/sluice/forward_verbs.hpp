@@ -34,13 +34,13 @@ class ForwardSide {
 /// ForwardMemory::proposes, `split`, `attend`, `promote`, `fetch` if the
 /// device fetches (before `promote` if nobody else attends what is far), and `merge`; then `end`. One that is audited
 /// has `audit` behind `merge`, and `promote` behind that.
-/// One that is traced has a `stamp` before `append` and behind each of these. `apply` comes before it and is not part
-/// of a graph. One that only brings keys and values in is `begin`, `append` for every layer, `end`. Where kernels do
-/// not wait for the CPU there is `await_answer` before the first of `fetch` and `merge` that wants what it says, or
-/// `signal` behind `split`, for the caller to wait there; see Handover. Where a bucket has drafts, the verbs from
-/// `rank` on are given ForwardMemory::teams(), and `append` describes and queues for those; rows are teams then, whose
-/// query heads are those of all of their packed rows. Forwards and plans run in the order in which they are numbered.
-/// Thread safety: one thread at a time per ForwardMemory.
+/// One that is traced has a `stamp` before `append` and behind each of these. `apply` and `fill` come before it and are
+/// not part of a graph. One that only brings keys and values in is `begin`, `append` for every layer, `end`. Where
+/// kernels do not wait for the CPU there is `await_answer` before the first of `fetch` and `merge` that wants what it
+/// says, or `signal` behind `split`, for the caller to wait there; see Handover. Where a bucket has drafts, the verbs
+/// from `rank` on are given ForwardMemory::teams(), and `append` describes and queues for those; rows are teams then,
+/// whose query heads are those of all of their packed rows. Forwards and plans run in the order in which they are
+/// numbered. Thread safety: one thread at a time per ForwardMemory.
 class ForwardVerbs {
  public:
   virtual ~ForwardVerbs() = default;
@@ -59,9 +59,12 @@ class ForwardVerbs {
   /// Of a bucket that is whole, once in kNearTurn plans all tokens of its rows count as attended, and those that are
   /// far are brought near where others give way that have not been attended for long, if all of a row's have room; no
   /// more than `promotions` of a plane.
-  /// Rows that `promote` has listed in the forward before get near rows likewise, which are filled beside the forward
-  /// that is planned here, and near from the next plan on. `side`: of this memory.
+  /// Rows that `promote` has listed in the forward before get near rows likewise, for `fill`. Those of the plan before
+  /// are near now if they were filled, and have given theirs back if they were not. `side`: of this memory.
   virtual void apply(const ForwardMemory& memory, ForwardSide& side, void* stream) = 0;
+  /// Behind `apply`, if there are `promotions`: fills the near rows that it has found for what was listed, beside the
+  /// forward that is planned. Not captured. Should it fail, they are as `apply` says.
+  virtual void fill(const ForwardMemory& memory, ForwardSide& side, void* stream) = 0;
   /// K-means over tokens that forwards before this one have appended, in all layers that `clusters_in` names, as
   /// ClusterTask has it, with the first token's position as the seed. Not captured, and no part of a forward.
   virtual void cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) = 0;
@@ -93,9 +96,10 @@ class ForwardVerbs {
   /// one that the device does not fetch, or something to choose. What one head of a group chose all of them attend.
   virtual void split(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Attends near rows that `split` has not; of teams what some of their rows see and others do not, see ForwardEdge.
-  /// Of rows with a rest the mean of its pages' value_means, float32, in any order, and for each query head the natural
-  /// log of the sum of the exponentials of its capped scores of the tokens that its group does not attend, of which NaN
-  /// and -infinity weigh nothing; kEmptyLse without any. In teams there is none.
+  /// Of rows with a rest the mean of its pages' value_means, float32, in any order, and for each query head the sum of
+  /// the exponentials of its capped scores of the tokens that its group does not attend, of which NaN and -infinity
+  /// weigh nothing: see ForwardMemory::rest_mass. A device may leave that to `split`, and know it to 2^-18 of what is
+  /// attended.
   virtual void attend(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Of a bucket that is whole: its rows attend all tokens, near ones there and far ones over the link, and outputs are
   /// written. Without windows, audits, drafts, and rows with scales.

@@ -50,6 +50,8 @@ _STATUS = {
     "engine_can_admit_policy": (c_void_p, c_char_p, c_uint32, POINTER(c_int)),
     "engine_plan": (c_void_p, POINTER(structs.PlanItem), c_size_t, c_void_p, c_void_p, _OUT_U64),
     "engine_attend": (c_void_p, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+    "engine_attend_rehearsed": (c_void_p, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p,
+                                c_void_p, c_void_p),
     "engine_finish": (c_void_p, c_uint64),
     "engine_cancel": (c_void_p, c_uint64),
     "admission_options_init": (POINTER(structs.AdmissionOptions), c_size_t),
@@ -77,7 +79,8 @@ _STATUS = {
 
 class Library:
     """A loaded libsluice.so. Its functions are attributes, without `sluice_`; they let other threads run meanwhile.
-    `attend_held` is `engine_attend` that does not: what only enqueues is done sooner than other threads give back."""
+    `attend_held` is `engine_attend` that does not, and `attend_rehearsed_held` likewise: what only enqueues is done
+    sooner than other threads give back."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -102,7 +105,8 @@ class Library:
             setattr(self, function, destroy)
         for function, arguments in _STATUS.items():
             setattr(self, function, self._typed(calls, function, arguments))
-        self.attend_held = self._typed(held, "engine_attend", _STATUS["engine_attend"])
+        self.attend_held, self.attend_rehearsed_held = (
+            self._typed(held, name, _STATUS[name]) for name in ("engine_attend", "engine_attend_rehearsed"))
 
     @staticmethod
     def _typed(library: ctypes.CDLL, function: str, arguments: tuple) -> ctypes._CFuncPtr:

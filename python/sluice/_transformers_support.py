@@ -14,7 +14,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types
 from sluice._near import SHARE, DeviceMemory, settle_near
 from sluice._transformers_cache import LayerKind
 from sluice.errors import InvalidArgument, Unsupported
-from sluice.options import DENSE_AUTO, EngineOptions
+from sluice.options import DENSE_AUTO, EngineOptions, Features
 
 NAME = "sluice"
 _NAMES = (NAME, "sluice_packed")  # The second is sluice.serving's.
@@ -150,6 +150,13 @@ def longest(config: Any) -> int:
 def hides_nothing(window: int, config: Any) -> bool:
     """Whether no sequence that the model is made for outgrows this window."""
     return window > longest(config.get_text_config(decoder=True))
+
+
+def refuse_rehearsed(options: EngineOptions, policy: str) -> None:
+    """Raises Unsupported if a policy wants queries that nobody makes of a model's layers."""
+    if options.largest is not None and Features.REHEARSED in options.largest.features:
+        raise Unsupported(f"policy {policy} chooses by rehearsed queries, which models of transformers do not hand over; "
+                          "leave the stage rehearsed out, or drive a sluice.Engine")
 
 
 def refuse_options(options: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ class Features(enum.IntFlag):
     UNBOUNDED = 2  #: some choose a share of the mass, or attend everything
     PAGES = 4  #: some rank pages by their digests
     AUDIT = 8  #: what they attend is held against exact attention, see `Engine.audit`
+    REHEARSED = 16  #: some choose by rehearsed queries, which `Engine.attend` is given
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class EngineOptions:
     prompt_queries: int | None = None  #: of a prompt's newest tokens, for these policies
     max_picks: int | None = None  #: tokens that a query head may choose on the device
     digests: Literal["none", "box", "cuboid_mean"] | None = None  #: of full pages
-    value_means: bool | None = None  #: of full pages, for policies with rest=mean; on the CPU
+    value_means: bool | None = None  #: of full pages, for policies with rest=mean, as the default
     max_ranked: int | None = None  #: pages that a query head may choose
     max_window: int | None = None  #: sinks and recent tokens of a policy, together
     import_rows: int | None = None  #: tokens of one import

@@ -27,7 +27,7 @@ from sluice._transformers_cache import LayerKind, SluiceCache, handed, not_atten
 from sluice._transformers_rows import Turn
 from sluice._transformers_support import (NAME, attention_shape, changing, choose_near, dense_tokens, install,
                                           kv_dtype, layer_kinds, logit_options, longest, ranks_of, refuse,
-                                          refuse_of_the_model)
+                                          refuse_of_the_model, refuse_rehearsed)
 from sluice.engine import Engine
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions
@@ -66,6 +66,7 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
         largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
         **{**logit_options(model, config, kinds), **options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
     made.make_room_for(policy, longest(config))
+    refuse_rehearsed(made, policy)
     choose_near(made, options.get("near_bytes"), longest(config))
     return Enabled(model, policy, Engine(made), kinds)
 

@@ -76,7 +76,8 @@ def forward(engine: sluice.Engine, bucket: sluice.Bucket, *parts: Part) -> None:
             for rows, all_of in ((q, story.q), (k, story.k), (v, story.v)):
                 rows[row : row + count] = all_of[layer, first : first + count]
             row += count
-        engine.attend(bucket, layer, q, k, v, out, lse)
+        asked = layer > 0 and sluice.Features.REHEARSED in bucket.features
+        engine.attend(bucket, layer, q, k, v, out, lse, rehearsed=-q if asked else None)
         row = 0
         for _, story, first, count, _ in parts:
             want, want_lse = story.want(layer, first, count)

@@ -70,6 +70,45 @@ def test_drafts_that_are_verified_together(make: Make) -> None:
         engine.plan([sluice.PlanItem(a)], sluice.Bucket(decode_rows=4, drafts=3, features=features))
 
 
+def test_rehearsed_queries(make: Make) -> None:
+    policy = "infinigen:alpha=1000,most=100% | dense=1"  # All that it could leave out it may attend.
+    engine = make(policy)
+    assert engine.options.largest is not None and sluice.Features.REHEARSED in engine.options.largest.features
+    mixed, decode = buckets(engine)
+    a, story = engine.begin(policy), Story(8)
+    forward(engine, mixed, (a, story, 0, 60, True))
+    for step in range(3):
+        forward(engine, decode, (a, story, 60 + step, 1, False))
+    without = dataclasses.replace(decode, features=decode.features & ~sluice.Features.REHEARSED)
+    with pytest.raises(sluice.InvalidArgument, match="rehearsed queries"):
+        engine.plan([sluice.PlanItem(a)], without)
+
+
+def test_a_rehearsed_query_decides(make: Make) -> None:
+    policy = "exact | skewed=100% | rehearsed | within=0.5,most=4 | near=0,sinks=0,recent=1 | dense=1"
+    engine = make(policy)
+    mixed, decode = buckets(engine)
+    a, story = engine.begin(policy), Story(8)
+    forward(engine, mixed, (a, story, 0, 60, True))
+    number = engine.plan([sluice.PlanItem(a)], decode)
+    q, k, v = (np.zeros((decode.rows, heads, HEAD_DIM), np.float32) for heads in (Q_HEADS, KV_HEADS, KV_HEADS))
+    out = np.zeros_like(q)
+    engine.attend(decode, 0, q, k, v, out)
+    with pytest.raises(sluice.InvalidArgument, match="layer 1 comes without"):
+        engine.attend(decode, 1, q, k, v, out)
+    with pytest.raises(sluice.InvalidArgument, match="rehearsed"):
+        engine.attend(decode, 1, q, k, v, out, rehearsed=k)
+    wanted = story.k[1, 20]  # The key that is asked for, of a query that itself is 0.
+    rehearsed = np.repeat(100 * wanted, Q_HEADS // KV_HEADS, axis=0)[np.newaxis].repeat(decode.rows, axis=0)
+    engine.attend(decode, 1, q, k, v, out, rehearsed=rehearsed.astype(np.float32))
+    for layer in range(2, LAYERS):
+        engine.attend(decode, layer, q, k, v, np.zeros_like(q), rehearsed=q)
+    engine.finish(number)
+    # It and the newest, whose value is 0, alike.
+    want = np.repeat(story.v[1, 20] / 2, Q_HEADS // KV_HEADS, axis=0)
+    np.testing.assert_allclose(out[0], want, rtol=1e-5, atol=1e-5)
+
+
 def test_prompts_that_are_known_in_part(make: Make) -> None:
     engine = make()
     mixed, decode = buckets(engine)

@@ -28,6 +28,7 @@ std::string reason_of(ForwardStatus status) {
 
 void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView& k, const TensorView& v, void* stream,
                                  const TensorView& q) {
+  require_uncaptured("import_prefix", stream);
   const AttentionShape& shape = options.shape;
   if (k.tokens == 0 || k.tokens > options.import_rows)
     throw Error(Errc::invalid_argument, "import_prefix: k has " + text(k.tokens) + " tokens; give it 1 to " +
@@ -76,6 +77,7 @@ void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView&
 }
 
 Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, void* stream) {
+  require_uncaptured("plan", stream);
   if (importing != 0)
     throw Error(Errc::invalid_argument, "plan: an import is under way; give it its other layers, or end its sequence");
   if (programs.full())
@@ -152,9 +154,17 @@ void Engine::Impl::require_rehearsed(const Bucket& bucket, LayerId layer, const 
   if (rehearsed.tokens == 0)
     throw Error(Errc::invalid_argument, "attend: the bucket has rehearsed queries, and layer " + text(layer.value) +
                                             " comes without; give it what the attention input of the layer before "
-                                            "gives with this layer's query weights, or plan without "
-                                            "Bucket::rehearsed");
+                                            "gives with this layer's query weights (in C by "
+                                            "sluice_engine_attend_rehearsed), or plan without Bucket::rehearsed");
   require_tensor(rehearsed, "rehearsed", bucket.rows(), options.shape.q_heads, options.shape.head_dim);
+}
+
+void Engine::Impl::require_uncaptured(const char* what, void* stream) const {
+  if (!verbs.capturing(stream)) return;
+  throw Error(Errc::unsupported, std::string(what) +
+                                     ": its stream is captured, or the default one while another is; a graph would "
+                                     "repeat what is of this call alone. Capture attend, and call this before each "
+                                     "replay, on a stream that is not captured");
 }
 
 void Engine::Impl::require_capturable(const Bucket& bucket, void* stream) const {

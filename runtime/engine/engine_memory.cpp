@@ -62,7 +62,7 @@ std::uint64_t carve_device(ForwardMemory& m, std::uint64_t scratch, std::byte* f
   }
   if (m.keeps_means) {
     take(parts, m.rest_out, kv_heads(m) * kMostRestParts * m.shape.head_dim);
-    take(parts, m.rest_lse, heads(m) * kMostRestParts);
+    take(parts, m.rest_mass, heads(m) * kMostRestParts * 2);
   }
   if (m.largest.audit) take(parts, m.audit_sums, std::uint64_t{m.largest.rows()} * m.shape.q_heads);
   take(parts, m.scratch, scratch);

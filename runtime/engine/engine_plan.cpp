@@ -140,10 +140,6 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
       throw Error(Errc::unsupported, name +
                                          "'s policy attends a sample that stands for what one query would attend, "
                                          "which no bucket with drafts serves; plan one token at a time");
-    if (sequence.spec.rest != RestKind::none && !item.prefill && bucket.drafts > 1)
-      throw Error(Errc::unsupported, name +
-                                         "'s policy weighs what one query leaves, which no bucket with drafts serves; "
-                                         "plan one token at a time, or begin it with rest=none");
     const std::string reason =
         item.prefill ? "" : scheduler::forward_unserved(sequence.spec, bucket, runtime::limits_of(options));
     if (!reason.empty()) throw Error(Errc::invalid_argument, name + "'s policy does not go with the bucket: " + reason);
@@ -257,6 +253,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     write_lists(m, wanted);
     if (bucket.trace) begin_trace(m);
     verbs.apply(m, *side, stream);
+    if (m.promotions != 0) verbs.fill(m, *side, stream);
     if (!clusterings.empty()) verbs.cluster(m, clusterings, stream);
     note_clustered(wanted);
   } catch (...) {

@@ -65,6 +65,8 @@ struct Engine::Impl : cpu::Kept {
   /// What stands between `split` and what wants the answer, before each stage that comes behind it: who waits where
   /// kernels do not.
   void hand_over(Stage stage, const ForwardMemory& memory, void* stream);
+  /// Of calls that a graph is not to repeat: throws if what they enqueue would be captured.
+  void require_uncaptured(const char* what, void* stream) const;
   /// Whether layers on this stream can be enqueued as they are: throws if it is captured, and that cannot be.
   void require_capturable(const Bucket& bucket, void* stream) const;
   void finish(const Batch& batch);

@@ -100,7 +100,7 @@ std::string lacks(const PolicySpec& spec, const Bucket& bucket) {
   if (needs.top_k && !bucket.top_k) return "it chooses by top_k; say so by Bucket::top_k";
   if (needs.rehearsed && !bucket.rehearsed)
     return "it chooses by rehearsed queries, which attend is to be given in each layer but the first; say so by "
-           "Bucket::rehearsed, which only C++ has, or leave the stage rehearsed out";
+           "Bucket::rehearsed (SLUICE_BUCKET_REHEARSED), or leave the stage rehearsed out";
   if (needs.pages && !bucket.pages) return "it ranks pages; say so by Bucket::pages";
   return {};
 }

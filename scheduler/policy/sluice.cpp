@@ -3,11 +3,11 @@
 // one code per key does not. On a GPU all codes of a layer are read at the rate of its memory. What has been attended
 // before and comes again is brought near by the engine, which is no part of the policy.
 //
-// On two small models with retrieval tasks (niah, multikey, kv of 2,048 and 8,192 tokens, 8 prompts each) it answers
-// what dense attention answers, all of it, and covers as much or more of the softmax than candidates from history and
-// pages, told apart by the same codes, do:
-//   sluice eval --model DIR --tasks niah,multikey,kv --lengths 2K,8K --count 8 --seed 4242 --policies
-//     'full;sluice;history:share_group=on+pages:pages=max(16, 3%) | int4 | top_k=max(64, 1%) | near=0%'
+// All that is not attended is one token more, of the weight that the codes say and the mean of the values: so few tokens
+// are enough. On two small models with 32,000 tokens it differs as little from dense attention as four times as many
+// tokens do with that mean, and ten times less than these without:
+//   sluice eval --model DIR --tasks kv,multi,table --lengths 32000 --count 16 --paired --policies
+//     'full;sluice;sluice | top_k=max(64, 1%);sluice | top_k=max(64, 1%) | rest=none'
 
 #include "scheduler/policy/policies.hpp"
 
@@ -18,9 +18,10 @@ PolicySpec sluice_spec() {
   spec.name = "sluice";
   spec.sources = static_cast<std::uint8_t>(Source::exact);
   spec.estimate = Estimate::int4;
-  spec.budget = {.min_tokens = 64, .share = 0.01f};
+  spec.budget = {.min_tokens = 64, .share = 0.0025f};
+  spec.rest = RestKind::mean;
   spec.near = {.sink_tokens = 4, .recent_tokens = 128, .share = 0.f};
-  spec.page_tokens = 16;
+  spec.page_tokens = 32;
   return spec;
 }
 

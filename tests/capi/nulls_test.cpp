@@ -64,6 +64,10 @@ TEST_CASE("without an engine all calls of forwards and figures are refused", "[c
   refused([&] {
     return sluice_engine_attend(none, &bucket, 0, t.q.get(), t.k.get(), t.v.get(), t.out.get(), nullptr, nullptr);
   });
+  refused([&] {
+    return sluice_engine_attend_rehearsed(none, &bucket, 0, t.q.get(), t.k.get(), t.v.get(), nullptr, t.out.get(),
+                                          nullptr, nullptr);
+  });
   refused([&] { return sluice_engine_finish(none, 1); });
   refused([&] { return sluice_engine_cancel(none, 1); });
   refused([&] { return sluice_engine_get_options(none, &options); });

@@ -29,7 +29,8 @@ sluice_engine_options unlike_the_defaults() {
   options.largest_prefill_rows = 40;
   options.largest_prefills = 2;
   options.largest_max_tokens = 96;
-  options.largest_features = SLUICE_BUCKET_UNBOUNDED | SLUICE_BUCKET_PAGES | SLUICE_BUCKET_AUDIT;
+  options.largest_features =
+      SLUICE_BUCKET_UNBOUNDED | SLUICE_BUCKET_PAGES | SLUICE_BUCKET_AUDIT | SLUICE_BUCKET_REHEARSED;
   options.in_flight = 4;
   options.sequences = 9;
   options.cpu_sequences = 5;
@@ -204,7 +205,7 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   refused({"prefix_decoded is 2"}, [](auto& o) { o.prefix_decoded = 2; });
   refused({"prefill_lines is 2", "0 or 1"}, [](auto& o) { o.prefill_lines = 2; });
   refused({"pin_threads is 7"}, [](auto& o) { o.pin_threads = 7; });
-  refused({"largest_features is 16"}, [](auto& o) { o.largest_features = 16; });
+  refused({"largest_features is 32"}, [](auto& o) { o.largest_features = 32; });
   refused({"page_tokens is 0", "[8, 256]"}, [](auto& o) { o.page_tokens = 0; });
   refused({"page_tokens is 24"}, [](auto& o) { o.page_tokens = 24; });
   refused({"device_type is 3"}, [](auto& o) { o.device_type = SLUICE_DEVICE_CUDA_HOST; });

@@ -34,11 +34,12 @@ struct Item {
   bool prefill = false;
 };
 
-/// One layer's tensors. `lse` [rows, q_heads]; empty: none.
+/// One layer's tensors. `lse` [rows, q_heads]; empty: none. `rehearsed` likewise.
 struct Layer {
   std::uint32_t index = 0;
   Rows q, k, v, out;
   std::vector<float> lse{};
+  Rows rehearsed{};
 };
 
 /// An engine by one of its interfaces. Sequences and forwards are numbers; what is refused ends the test.

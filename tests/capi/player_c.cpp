@@ -66,6 +66,7 @@ sluice_bucket bucket_of(const Bucket& bucket) {
   if (bucket.unbounded) out.features |= SLUICE_BUCKET_UNBOUNDED;
   if (bucket.pages) out.features |= SLUICE_BUCKET_PAGES;
   if (bucket.audit) out.features |= SLUICE_BUCKET_AUDIT;
+  if (bucket.rehearsed) out.features |= SLUICE_BUCKET_REHEARSED;
   return out;
 }
 
@@ -152,8 +153,15 @@ class CPlayer final : public Player {
     Lying out(layer.out, layout_);
     const CTensor lse(layer.lse.data(), {layer.out.rows, kShape.q_heads});
     const sluice_bucket given = bucket_of(bucket);
-    require_ok(sluice_engine_attend(engine_.get(), &given, layer.index, q.get(), k.get(), v.get(), out.get(),
-                                    layer.lse.empty() ? nullptr : lse.get(), nullptr));
+    const sluice_tensor* const sums = layer.lse.empty() ? nullptr : lse.get();
+    if (layer.rehearsed.rows == 0) {
+      require_ok(sluice_engine_attend(engine_.get(), &given, layer.index, q.get(), k.get(), v.get(), out.get(), sums,
+                                      nullptr));
+    } else {
+      const Lying rehearsed(layer.rehearsed, layout_);
+      require_ok(sluice_engine_attend_rehearsed(engine_.get(), &given, layer.index, q.get(), k.get(), v.get(),
+                                                rehearsed.get(), out.get(), sums, nullptr));
+    }
     layer.out.bytes = out.bytes();
   }
   void finish(std::uint64_t forward) override { require_ok(sluice_engine_finish(engine_.get(), forward)); }

@@ -85,7 +85,8 @@ class CppPlayer final : public Player {
     const auto out =
         dense_view(layer.out.bytes.data(), layer.out.dtype, layer.out.rows, layer.out.heads, kShape.head_dim);
     engine_.attend(bucket, LayerId{layer.index}, view_of(layer.q), view_of(layer.k), view_of(layer.v), out, nullptr,
-                   layer.lse.empty() ? nullptr : layer.lse.data());
+                   layer.lse.empty() ? nullptr : layer.lse.data(),
+                   layer.rehearsed.rows == 0 ? TensorView{} : view_of(layer.rehearsed));
   }
   void finish(std::uint64_t forward) override { engine_.finish({.forward = forward}); }
   void cancel(std::uint64_t forward) override { engine_.cancel({.forward = forward}); }

@@ -43,6 +43,7 @@ class Play {
     for (std::uint32_t index = 0; index < kShape.layers; ++index) {
       Layer each = layer(index, bucket.rows(), bucket.rows());
       if (index == 0) each.lse.assign(std::size_t{bucket.rows()} * kShape.q_heads, 1e4f);
+      if (index != 0 && bucket.rehearsed) each.rehearsed = Rows::random(dtype_, bucket.rows(), kShape.q_heads, random_);
       player_.attend(bucket, each);
       trace_.add(each);
     }
@@ -115,6 +116,7 @@ void require_same(const std::vector<std::string>& policies, const Script& script
 Bucket with_features(const std::string& policy, Bucket bucket) {
   const Bucket all = options_for(std::vector{policy}).largest;
   bucket.top_k = all.top_k, bucket.unbounded = all.unbounded, bucket.pages = all.pages;
+  bucket.rehearsed = all.rehearsed;
   return bucket;
 }
 
@@ -143,7 +145,8 @@ TEST_CASE("C gives what C++ gives: prompts, decoding and batches", "[capi]") {
                                                   {"pages:min_pages=2 | int4 | top_p=0.9 | near=0", 2},
                                                   {"pages:digest=box,min_pages=2 | top_k=all | near=0", 2},
                                                   {"lfps | near=0", 1},
-                                                  {"exact | top_k=16 | near=0", 1}}));
+                                                  {"exact | top_k=16 | near=0", 1},
+                                                  {"infinigen:alpha=2 | dense=1", 1}}));
   CAPTURE(policy);
   require_same({policy}, [&](Play& play) { serve(play, policy, drafts); });
 }

@@ -136,3 +136,35 @@ TEST_CASE("a forward is captured while others run, bring rows near and are learn
     REQUIRE(BusyDecoding(rig).decode(mode) == want);
   }
 }
+
+TEST_CASE("a plan on a captured stream is refused, and leaves the capture as it is", "[engine][gpu]") {
+  const EngineRig rig = engine_rig();
+  const AttentionShape shape{.layers = 2, .q_heads = 4, .kv_heads = 2, .head_dim = 64};
+  const Story story(shape, 70, 311);
+  EngineOptions options{.shape = shape, .kv_dtype = rig.kv_dtype};
+  options.host_bytes = 8 * block_bytes(options);
+  options.near_bytes = 2 * near_block_bytes(options);
+  Engine engine(options, rig.device);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=9 | near=0,sinks=4,recent=16"))};
+  import_story(engine, rig, teller, 60);
+  ForwardTensors tensors(*rig.device, shape, 1);
+  (void)run_forward(engine, rig, tensors, {&teller});
+  const auto plan = [&](void* stream) {
+    const Refusal refusal = refusal_of([&] {
+      (void)engine.plan(one_each({&teller.id, 1}), engine.options().largest, stream);
+    });
+    REQUIRE(refusal.code == Errc::unsupported);
+    REQUIRE(refusal.text.find("captured") != std::string::npos);
+  };
+  const ForwardGraph graph(static_cast<cudaStream_t>(rig.stream), cudaStreamCaptureModeRelaxed, [&] {
+    plan(rig.stream);
+    tensors.attend(engine, engine.options().largest, rig.stream);
+  });
+  for (int step = 0; step < 3; ++step) {
+    tensors.set(0, story, teller.at);
+    const Batch batch = engine.plan(one_each({&teller.id, 1}), engine.options().largest, rig.stream);
+    graph.replay();
+    engine.finish(batch);
+    REQUIRE(engine.tokens(teller.id) == ++teller.at);
+  }
+}

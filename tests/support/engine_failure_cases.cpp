@@ -4,6 +4,7 @@
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_plain.hpp"
+#include "tests/support/forwarding.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -59,6 +60,32 @@ TEST_CASE("a forward that is cancelled has no plan any more, whether it was enqu
       REQUIRE(std::isnan(tensors.out(0).front()));
       REQUIRE(engine.stats().unplanned == ++unplanned);
     }
+    const auto out = run_forward(engine, rig, tensors, {&teller});
+    REQUIRE(error_of(out[0], story, teller.at - 1, 2, 6, 10) < kTolerance);
+  }
+}
+
+TEST_CASE("what a graph is not to repeat is refused on a captured stream, by name, and changes nothing", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const auto device = std::make_shared<RefusingDevice>(rig.device);
+  Engine engine(options_for(rig, 1, 40, 4), device);
+  const Story story(kShape, 104, 8);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=10 | near=0,sinks=2,recent=6"))};
+  const auto refused = [&](const auto& call) {
+    device->verbs.captures = true;
+    const Refusal refusal = refusal_of(call);
+    device->verbs.captures = false;
+    REQUIRE(refusal.code == Errc::unsupported);
+    REQUIRE(refusal.text.find("captured") != std::string::npos);
+    REQUIRE(refusal.text.find("before each replay") != std::string::npos);
+  };
+  refused([&] { import_story(engine, rig, teller, 100); });
+  teller.at = 0;
+  import_story(engine, rig, teller, 100);
+  ForwardTensors tensors(*rig.device, kShape, 1);
+  while (teller.at < story.tokens()) {
+    refused([&] { (void)engine.plan(one_each({&teller.id, 1}), engine.options().largest, rig.stream); });
+    REQUIRE(engine.tokens(teller.id) == teller.at);
     const auto out = run_forward(engine, rig, tensors, {&teller});
     REQUIRE(error_of(out[0], story, teller.at - 1, 2, 6, 10) < kTolerance);
   }

@@ -164,6 +164,41 @@ TEST_CASE("rows that are on their way come near although plans between are refus
   REQUIRE(cached.memory().near_pages_used <= cached.memory().near_pages);
 }
 
+TEST_CASE("rows that found near rows which nobody fills give these back, and come near another time",
+          "[engine][near]") {
+  const EngineRig rig = engine_rig();
+  const auto stories = stories_of(kPrompt + 40);
+  const auto refusing = std::make_shared<RefusingDevice>(rig.device);
+  Engine bare(options_for(rig, kRows, 0), rig.device);
+  Engine cached(options_for(rig, kRows, 12), refusing);
+  auto want_tellers = begin_all(bare, rig, stories);
+  auto tellers = begin_all(cached, rig, stories);
+  ForwardTensors tensors(*rig.device, kShape, kRows);
+  std::uint64_t failed = 0;
+  for (std::uint32_t step = 0; tellers[0].at < stories[0].tokens(); ++step) {
+    CAPTURE(step);
+    // Up to three in a row, between a layer's turns and with them.
+    for (std::uint32_t more = 0; more < step % 4; ++more, ++failed) {
+      refusing->verbs.fails = true;
+      REQUIRE(code_of([&] { begin_in_vain(cached, rig, tensors, tellers, 0); }) == Errc::device);
+    }
+    const auto want = run_forward(bare, rig, tensors, all_of(want_tellers));
+    const auto got = run_forward(cached, rig, tensors, all_of(tellers));
+    for (std::uint32_t row = 0; row < kRows; ++row) REQUIRE(difference(got[row], want[row]) < same(rig));
+    REQUIRE(cached.memory().near_pages_used <= cached.memory().near_pages);
+  }
+  REQUIRE(failed > 40);
+  REQUIRE(cached.stats().promoted != 0);
+  for (const Teller& teller : tellers) cached.end(teller.id);
+  // Whatever was placed and not filled is free again: another sequence finds all of near memory.
+  Teller alone{.story = &stories[0],
+               .id = cached.begin(parse_policy("exact | int4 | top_k=all | near=0,sinks=4,recent=16"))};
+  import_story(cached, rig, alone, 12 * 16 - 1);
+  const std::uint64_t far = cached.stats().far_tokens;
+  (void)run_forward(cached, rig, tensors, {&alone});
+  REQUIRE(cached.stats().far_tokens == far);
+}
+
 TEST_CASE("what is written anew while it is on its way near is attended as it is now", "[engine][near]") {
   const EngineRig rig = engine_rig();
   const auto stories = stories_of(kPrompt + 60);

@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "tests/support/catch.hpp"
+#include "tests/support/engine_drafts.hpp"
 #include "tests/support/engine_park.hpp"
 #include "tests/support/rest_reference.hpp"
 
@@ -259,6 +260,32 @@ TEST_CASE("audits count what was attended, and what the rest mends", "[engine][r
   REQUIRE(error < 0.8 * before);
 }
 
+TEST_CASE("drafts that are verified together leave what none of them attends", "[engine][rest][drafts]") {
+  const EngineRig rig = engine_rig();
+  const auto [text, policy, near, softcap] = GENERATE(table<const char*, RestPolicy, std::uint32_t, float>(
+      {{kTopK, kPicks, 0u, 0.f}, {kTopK, kPicks, 9u, 3.f}, {kTopP, kMass, 9u, 0.f}}));
+  CAPTURE(text, near, softcap);
+  const Story story = story_of(rig, 300, 913);
+  EngineOptions options = resting(rig, 4, near);
+  options.largest.drafts = 4;
+  options.softcap = softcap;
+  Engine engine(options, rig.device);
+  AttentionShape shape = kShape;
+  shape.softcap = softcap;
+  Teller teller = begun(engine, rig, story, text, 250);
+  for (const std::uint32_t count : {4u, 1u, 3u, 2u, 4u, 4u}) {  // Pages begin and end within teams.
+    const RestTeam team{.first = teller.at, .drafts = count};
+    const auto rows = drafts::run(engine, rig, {.decode_rows = 4, .drafts = 4, .unbounded = true}, {{&teller, count}});
+    for (std::uint32_t draft = 0; draft < count; ++draft) {
+      for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+        CAPTURE(team.first, draft, layer);
+        const Attention want = attended_with_rest(story, shape, layer, team, draft, policy);
+        REQUIRE(off_in_layer(rows[0][draft].out, want.out, layer) < tolerance(rig));
+      }
+    }
+  }
+}
+
 TEST_CASE("a rest is refused where nothing weighs one", "[engine][rest]") {
   const EngineRig rig = engine_rig();
   EngineOptions options = options_for(rig, 2, 0);
@@ -273,18 +300,7 @@ TEST_CASE("a rest is refused where nothing weighs one", "[engine][rest]") {
   REQUIRE(options.value_means);
   // A page has as many keys as values, and one mean.
   REQUIRE(memory_needed(options).digests == less.digests + 100 * near_block_bytes(options) / (2 * options.page_tokens));
-  options.largest.drafts = 2;
   Engine engine(options, rig.device);
   REQUIRE(engine.memory().digests == memory_needed(options).digests);
-  const Story story = story_of(rig, 120, 912);
-  Teller teller = begun(engine, rig, story, kTopK, 100);
-  Bucket bucket = engine.options().largest;
-  bucket.prefill_rows = bucket.prefills = 0;
-  const std::array items{PlanItem{.sequence = teller.id}};
-  const Refusal refusal = refusal_of([&] { (void)engine.plan(items, bucket, rig.stream); });
-  REQUIRE(refusal.code == Errc::unsupported);
-  REQUIRE(refusal.text.find("rest=none") != std::string::npos);
-  bucket.drafts = 1;
-  engine.cancel(engine.plan(items, bucket, rig.stream));
-  rig.synchronize();
+  (void)engine.begin(parse_policy(kTopK));
 }

@@ -48,6 +48,9 @@ class ForwardingVerbs : public ForwardVerbs {
   void apply(const ForwardMemory& memory, ForwardSide& side, void* stream) override {
     inner_.apply(memory, side, stream);
   }
+  void fill(const ForwardMemory& memory, ForwardSide& side, void* stream) override {
+    inner_.fill(memory, side, stream);
+  }
   void cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) override {
     inner_.cluster(memory, clusterings, stream);
   }
@@ -87,7 +90,7 @@ class ForwardingVerbs : public ForwardVerbs {
   ForwardVerbs& inner_;
 };
 
-/// Verbs that refuse the next plan if they are told to.
+/// Verbs that refuse the next plan if they are told to, or fail with it when it has been taken.
 class RefusingVerbs final : public ForwardingVerbs {
  public:
   using ForwardingVerbs::ForwardingVerbs;
@@ -95,7 +98,14 @@ class RefusingVerbs final : public ForwardingVerbs {
     if (std::exchange(refuses, false)) throw Error(Errc::device, "the test refuses this plan; repeat it");
     inner_.apply(memory, side, stream);
   }
+  void fill(const ForwardMemory& memory, ForwardSide& side, void* stream) override {
+    if (std::exchange(fails, false)) throw Error(Errc::device, "the test fails behind this plan; repeat it");
+    inner_.fill(memory, side, stream);
+  }
+  [[nodiscard]] bool capturing(void* stream) const override { return captures || inner_.capturing(stream); }
   bool refuses = false;
+  bool fails = false;     ///< before the near rows are filled that it has found
+  bool captures = false;  ///< every stream is captured, as it says
 };
 
 class RefusingDevice final : public ForwardingDevice {

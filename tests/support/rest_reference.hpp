@@ -21,4 +21,13 @@ struct RestPolicy {
 [[nodiscard]] Attention attended_with_rest(const Story& story, const AttentionShape& shape, std::uint32_t layer,
                                            std::uint32_t token, const RestPolicy& policy);
 
+/// The same of a row of a team: its rows attend what any of their heads chose before `first`, the team's first token,
+/// and of the team's tokens all up to their own.
+struct RestTeam {
+  std::uint32_t first = 0;
+  std::uint32_t drafts = 1;
+};
+[[nodiscard]] Attention attended_with_rest(const Story& story, const AttentionShape& shape, std::uint32_t layer,
+                                           const RestTeam& team, std::uint32_t draft, const RestPolicy& policy);
+
 }  // namespace sluice::test

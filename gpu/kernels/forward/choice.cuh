@@ -16,7 +16,7 @@ struct ChoiceShared {
   std::uint32_t found[kHeads][kMostBlocks];  ///< and all blocks, in each
   Cut cuts[kHeads];                          ///< in each
   std::uint32_t least[kHeads];               ///< keys from here on are candidates
-  SearchShared search;
+  ReachShared reach;
   CutShared cut;
   ForeseenShared foreseen;
 };
@@ -30,8 +30,10 @@ class ChoiceOf {
  public:
   /// Candidates that `kHeads` lists of `room` and what is gathered of them take.
   [[nodiscard]] static constexpr std::uint32_t memory(std::uint32_t room) { return 2 * kHeads * room; }
+  /// Keys for which all of it has room.
+  [[nodiscard]] static constexpr std::uint32_t keys(std::uint32_t room) { return 2 * memory(room); }
 
-  /// Of these the half that candidates are gathered in must hold samples.
+  /// Of these the half that keys are gathered in must hold samples.
   static constexpr std::uint32_t kLeastBytes = 2 * kHeads * kSamples * sizeof(std::uint32_t);
 
   /// @param lists  shared memory for memory(room) candidates
@@ -39,7 +41,7 @@ class ChoiceOf {
                       const Learner& learner, bool proposed)
       : s_(s),
         lists_(lists),
-        gathered_(lists + kHeads * room),
+        gathered_(reinterpret_cast<std::uint32_t*>(lists + kHeads * room)),
         room_(room),
         part_(part),
         c_(choices),
@@ -107,7 +109,7 @@ class ChoiceOf {
   }
   /// Where candidates will be gathered.
   [[nodiscard]] __device__ std::uint32_t& sampled(std::uint32_t h, std::uint32_t i) const {
-    return reinterpret_cast<std::uint32_t*>(gathered_)[h * kSamples + i];
+    return gathered_[h * kSamples + i];
   }
   /// Every block reads its share, for all: single words far apart take long.
   __device__ void sample(std::uint32_t h) {
@@ -127,13 +129,13 @@ class ChoiceOf {
 #pragma unroll
     for (std::uint32_t p = 0; p < kPivots; ++p) {
       const std::uint32_t sum = __reduce_add_sync(kAll, own.of[p]);
-      if (threadIdx.x % kWarp == 0) s_.search.warps[turn][p][threadIdx.x / kWarp] = sum;
+      if (threadIdx.x % kWarp == 0) s_.reach.warps[turn][p][threadIdx.x / kWarp] = sum;
     }
     asm volatile("bar.sync %0, %1;" ::"r"(h + 1), "n"(kQuarter) : "memory");
     Reach all;
 #pragma unroll
     for (std::uint32_t p = 0; p < kPivots; ++p) {
-      const uint4 sums = reinterpret_cast<const uint4*>(s_.search.warps[turn][p])[h];
+      const uint4 sums = reinterpret_cast<const uint4*>(s_.reach.warps[turn][p])[h];
       all.of[p] = sums.x + sums.y + sums.z + sums.w;
     }
     return all;
@@ -207,7 +209,7 @@ class ChoiceOf {
 #pragma unroll
     for (std::uint32_t step = 1; step < kMostBlocks; step *= 2) sum += __shfl_xor_sync(kAll, sum, step);
     found_ = sum;  // In the lanes of a head.
-    missing_ = __ballot_sync(kAll, found > room_ || sum < c_.picks || sum > kHeads * room_);
+    missing_ = __ballot_sync(kAll, found > room_ || sum < c_.picks || sum > 2 * kHeads * room_);
   }
   static_assert(kHeads * kMostBlocks == kWarp);
   [[nodiscard]] __device__ bool listed(std::uint32_t h) const {
@@ -219,32 +221,38 @@ class ChoiceOf {
     for (std::uint32_t h = part_.rank(); h < heads_; h += part_.blocks()) {
       if (!listed(h)) continue;
       const std::uint32_t found = gather(h);
-      give(h, cut_of(s_.cut, gathered_, found, s_.least[h], c_.picks));
+      give(h, cut_of(s_.cut, gathered_, found, s_.least[h], c_.picks, [&](std::uint32_t i) {
+             return detail::load_in_cluster(candidate(h, i) + sizeof(std::uint32_t));
+           }));
     }
     detail::cluster_sync();
     bool others = false;
 #pragma unroll 1
     for (std::uint32_t h = 0; h < heads_; ++h) {
       if (listed(h) && !s_.cuts[h].takes_nothing()) continue;
-      const Cut cut = RowSearch(s_.search, part_, c_).cut_of(h);
+      const std::uint32_t least = found(h) < c_.picks ? 0 : s_.least[h];
+      const Cut cut = RowSearch(s_.cut, gathered_, part_, c_).cut_of(h, least);
       if (part_.rank() == 0) give(h, cut);
       others = true;
     }
     if (others) detail::cluster_sync();
   }
 
-  /// The candidates of a head from all blocks, one behind the other; how many.
+  /// Tokens that reach a head's least key, listed or not. All lanes of a warp.
+  [[nodiscard]] __device__ std::uint32_t found(std::uint32_t h) const {
+    return __shfl_sync(kAll, found_, static_cast<int>(h * kMostBlocks));
+  }
+  /// Where a head's candidate `i` of all blocks' lies, their lists one behind the other.
+  [[nodiscard]] __device__ std::uint32_t candidate(std::uint32_t h, std::uint32_t i) const {
+    std::uint32_t block = 0;
+    for (; i >= s_.found[h][block]; ++block) i -= s_.found[h][block];
+    return detail::address_in(lists_ + h * room_ + i, block);
+  }
+  /// The keys of these; how many.
   __device__ std::uint32_t gather(std::uint32_t h) {
-    const std::uint32_t all = __shfl_sync(kAll, found_, static_cast<int>(h * kMostBlocks));
+    const std::uint32_t all = found(h);
 #pragma unroll 2
-    for (std::uint32_t i = threadIdx.x; i < all; i += kThreads) {
-      std::uint32_t at = i;
-      std::uint32_t block = 0;
-      for (; at >= s_.found[h][block]; ++block) at -= s_.found[h][block];
-      const std::uint32_t address = detail::address_in(lists_ + h * room_ + at, block);
-      gathered_[i] = {.key = detail::load_in_cluster(address),
-                      .token = detail::load_in_cluster(address + sizeof(std::uint32_t))};
-    }
+    for (std::uint32_t i = threadIdx.x; i < all; i += kThreads) gathered_[i] = detail::load_in_cluster(candidate(h, i));
     return all;
   }
 
@@ -260,10 +268,10 @@ class ChoiceOf {
   __device__ void learn() const {
     const std::uint32_t h = threadIdx.x / kWarp;
     if (part_.rank() != 0 || h >= heads_ || proposed()) return;
-    const std::uint32_t found = __shfl_sync(kAll, found_, static_cast<int>(h * kMostBlocks));
+    const std::uint32_t reached = found(h);
     learner_.learn(c_.first + h, {.kth = foresight::score_of(s_.cuts[h].key),
                                   .least = foresight::score_of(s_.least[h]),
-                                  .found = listed(h) ? found : 0,
+                                  .found = reached < c_.picks ? 0 : reached,
                                   .picks = c_.picks});
   }
 
@@ -271,17 +279,15 @@ class ChoiceOf {
   __device__ void take(std::uint32_t h, const Set& set) const {
     Cut cut = s_.cuts[h];
     if (proposed() && cut.key == 0) cut.tie = kAll;  // Fewer are proposed.
-    const bool all = !listed(h);
-    const std::uint32_t count = all ? part_.count() : s_.counts[h];
+    if (!listed(h)) {
+      for_each_key(part_, c_, h, [&](std::uint32_t key, std::uint32_t token) {
+        if (cut.takes(key, token)) set(token);
+      });
+      return;
+    }
 #pragma unroll 1
-    for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) {
-      Candidate candidate{.key = 0, .token = part_.token_of(i)};
-      if (all && !c_.between(candidate.token)) continue;
-      if (all) {
-        candidate.key = c_.key_of(h, candidate.token);
-      } else {
-        candidate = lists_[h * room_ + i];
-      }
+    for (std::uint32_t i = threadIdx.x; i < s_.counts[h]; i += kThreads) {
+      const Candidate candidate = lists_[h * room_ + i];
       if (cut.takes(candidate.key, candidate.token)) set(candidate.token);
     }
   }
@@ -293,7 +299,7 @@ class ChoiceOf {
 
   ChoiceShared& s_;
   Candidate* lists_;
-  Candidate* gathered_;
+  std::uint32_t* gathered_;  ///< keys
   std::uint32_t room_;
   Part part_;
   Choices c_;

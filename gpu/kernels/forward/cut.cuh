@@ -46,20 +46,21 @@ __device__ inline void find_bucket(CutShared& s) {
   __syncthreads();
 }
 
-/// Of `count` gathered candidates, whose keys are `low` or larger: buckets, and buckets of these, say which few the
-/// k-th is one of, and these are ranked one by one. Takes nothing if they are too many, which then tie. All
-/// threads of one block.
-__device__ inline Cut cut_of(CutShared& s, const Candidate* gathered, std::uint32_t count, std::uint32_t low,
-                             std::uint32_t k) {
+/// Of `count` candidates, whose keys are `low` or larger: buckets, and buckets of these, say which few the k-th is one
+/// of, and these are ranked one by one. Takes nothing if they are too many, which then tie. All threads of one block.
+/// @param token_of  of the candidate that keys[i] is of; of few, as it may lie far away
+template <class TokenOf>
+__device__ inline Cut cut_of(CutShared& s, const std::uint32_t* keys, std::uint32_t count, std::uint32_t low,
+                             std::uint32_t k, const TokenOf& token_of) {
   if (threadIdx.x == 0) s.fews = s.bucket = 0;
   __syncthreads();
   std::uint32_t most = 0;
-  for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) most = max(most, gathered[i].key);
+  for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) most = max(most, keys[i]);
   most = __reduce_max_sync(kAll, most);
   if (threadIdx.x % kWarp == 0) atomicMax(&s.bucket, most);
   __syncthreads();
   std::uint32_t span = s.bucket - low;
-  const auto inside = [&](const Candidate& candidate) { return candidate.key >= low && candidate.key - low <= span; };
+  const auto inside = [&](std::uint32_t key) { return key >= low && key - low <= span; };
   s.rank = k - 1;
 #pragma unroll 1
   for (std::uint32_t left = count; left > kRanked && span != 0;) {
@@ -69,7 +70,7 @@ __device__ inline Cut cut_of(CutShared& s, const Candidate* gathered, std::uint3
     for (std::uint32_t i = threadIdx.x; i < kBuckets; i += kThreads) s.buckets[i] = 0;
     __syncthreads();
     for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) {
-      if (inside(gathered[i])) atomicAdd(&s.buckets[(gathered[i].key - low) >> shift], 1u);
+      if (inside(keys[i])) atomicAdd(&s.buckets[(keys[i] - low) >> shift], 1u);
     }
     __syncthreads();
     find_bucket(s);
@@ -81,12 +82,12 @@ __device__ inline Cut cut_of(CutShared& s, const Candidate* gathered, std::uint3
   const std::uint32_t lane = threadIdx.x % kWarp;
 #pragma unroll 1
   for (std::uint32_t i = threadIdx.x; i - lane < count; i += kThreads) {
-    const Candidate candidate = i < count ? gathered[i] : Candidate{};
-    const std::uint32_t few = __ballot_sync(kAll, i < count && inside(candidate));
+    const std::uint32_t key = i < count ? keys[i] : 0;
+    const std::uint32_t few = __ballot_sync(kAll, i < count && inside(key));
     std::uint32_t at = 0;
     if (lane == 0 && few != 0) at = atomicAdd(&s.fews, static_cast<std::uint32_t>(__popc(static_cast<int>(few))));
     at = __shfl_sync(kAll, at, 0) + static_cast<std::uint32_t>(__popc(static_cast<int>(few & ((1u << lane) - 1))));
-    if ((few >> lane & 1) != 0 && at < kFew) s.few[at] = candidate;
+    if ((few >> lane & 1) != 0 && at < kFew) s.few[at] = {.key = key, .token = token_of(i)};
   }
   __syncthreads();
   const std::uint32_t fews = s.fews;

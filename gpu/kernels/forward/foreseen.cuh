@@ -13,7 +13,7 @@ namespace sluice::gpu::forward {
 class Learner {
  public:
   /// @param list  whose heads begin with `first`
-  /// @param room  for candidates of a head where they are looked at
+  /// @param room  for keys of a head's candidates where they are looked at
   __device__ Learner(const Foresight& foresight, std::uint32_t list, std::uint64_t first, const float* q,
                      std::uint32_t room)
       : foresight_(foresight), first_(first), list_(list), q_(q), room_(min(room, foresight.room)) {}
@@ -42,16 +42,29 @@ class Learner {
     if (threadIdx.x % kWarp != 0) return;
     chosen.query = {.length = sqrtf(squares), .center = along * foresight_.score_scale};
     HeadBound& bound = foresight_.bounds[first_ + h];
-    bound = foresight::bound_after(chosen, margin_after(bound, h, chosen.picks, foreseen));
+    bound = fits(chosen.picks) ? foresight::bound_after(chosen, margin_after(bound, h, chosen.picks, foreseen))
+                               : HeadBound{};
+  }
+  /// Whether there is room for more candidates than are chosen, as many as it takes to foresee them.
+  [[nodiscard]] __device__ bool fits(std::uint32_t picks) const {
+    return most_margin(picks) >= foresight::kNarrowMargin;
   }
 
  private:
   /// One that was foreseen in vain, as another of its group was not, has as many as before.
   [[nodiscard]] __device__ float margin_after(const HeadBound& bound, std::uint32_t h, std::uint32_t picks,
                                               bool foreseen) const {
+    return fminf(most_margin(picks), free_margin(bound, h, picks, foreseen));
+  }
+  [[nodiscard]] __device__ float free_margin(const HeadBound& bound, std::uint32_t h, std::uint32_t picks,
+                                             bool foreseen) const {
     if (bound.bound == 0.f || bound.margin == 0.f || found(h) > room()) return foresight::kFirstMargin;
     if (foreseen) return fmaxf(foresight::kLeastMargin, foresight::kLessMargin * bound.margin);
     return found(h) < picks ? fminf(foresight::kMostMargin, foresight::kMoreMargin * bound.margin) : bound.margin;
+  }
+  /// With which candidates, of which there may be somewhat more than expected, still have room.
+  [[nodiscard]] __device__ float most_margin(std::uint32_t picks) const {
+    return foresight::kRoomUsed * static_cast<float>(room()) / static_cast<float>(picks);
   }
 
   const Foresight& foresight_;
@@ -65,22 +78,26 @@ struct ForeseenShared {
   std::uint32_t missing[kMaxGroup];     ///< not 0: the head's candidates do not tell what it chooses
   foresight::Chosen chosen[kMaxGroup];  ///< of the heads that this block chose for
   std::uint32_t warps[2][kWarps];       ///< counts, and least keys
+  std::uint32_t room;                   ///< of the learner
 };
 
 class Foreseen {
  public:
-  /// @param gathered  shared memory for the learner's room of candidates
-  __device__ Foreseen(ForeseenShared& s, CutShared& cut, Candidate* gathered, const Learner& learner,
+  /// @param gathered  shared memory for the learner's room of keys
+  __device__ Foreseen(ForeseenShared& s, CutShared& cut, std::uint32_t* gathered, const Learner& learner,
                       const Choices& choices)
       : s_(s), cut_(cut), gathered_(gathered), learner_(learner), c_(choices) {}
 
   /// Whether candidates can tell what is chosen.
-  [[nodiscard]] __device__ bool can() const { return learner_.foresees() && c_.end - c_.begin > c_.picks; }
+  [[nodiscard]] __device__ bool can() const {
+    return learner_.foresees() && c_.end - c_.begin > c_.picks && learner_.fits(c_.picks);
+  }
 
   /// set(token) for every token that a head chooses, whichever block's it is. Returns for how many heads there were too
   /// few candidates or too many. All threads of all blocks, after a cluster_sync.
   template <class Set>
   __device__ std::uint32_t run(const Part& part, const Set& set) {
+    if (threadIdx.x == 0) s_.room = learner_.room();
     for (std::uint32_t h = part.rank(); h < c_.heads; h += part.blocks()) {
       const bool chosen = choose(h, set);
       __syncthreads();  // The next head's come to the same place.
@@ -100,12 +117,16 @@ class Foreseen {
     if (found < c_.picks || found > learner_.room()) return false;
     const Range range = gather(h, found);
     if (range.count < c_.picks) return false;
-    const Cut cut = cut_of(cut_, gathered_, found, range.least, c_.picks);
+    const auto token_of = [&, in_shared = staged(found), from = learner_.candidates(h)](std::uint32_t i) {
+      return in_shared ? tokens()[i] : from[i].token;
+    };
+    const Cut cut = cut_of(cut_, gathered_, found, range.least, c_.picks, token_of);
     if (cut.takes_nothing()) return false;
-#pragma unroll 1
+#pragma unroll 4
     for (std::uint32_t i = threadIdx.x; i < found; i += kThreads) {
-      const Candidate candidate = gathered_[i];
-      if (candidate.key != 0 && cut.takes(candidate.key, candidate.token)) set(candidate.token);
+      const std::uint32_t key = gathered_[i];
+      if (key == 0 || key < cut.key) continue;
+      if (const std::uint32_t token = token_of(i); cut.takes(key, token)) set(token);
     }
     if (threadIdx.x == 0)
       s_.chosen[h] = {.kth = foresight::score_of(cut.key),
@@ -114,6 +135,10 @@ class Foreseen {
                       .picks = c_.picks};
     return true;
   }
+
+  /// Whether so many candidates' tokens have room behind their keys, where they are read in no time.
+  [[nodiscard]] __device__ bool staged(std::uint32_t found) const { return 2 * found <= learner_.room(); }
+  [[nodiscard]] __device__ std::uint32_t* tokens() const { return gathered_ + learner_.room() / 2; }
 
   /// Candidates that may be chosen: the others' keys become 0.
   struct Range {
@@ -127,7 +152,8 @@ class Foreseen {
     for (std::uint32_t i = threadIdx.x; i < found; i += kThreads) {
       Candidate candidate = from[i];
       if (!c_.between(candidate.token)) candidate.key = 0;
-      gathered_[i] = candidate;
+      gathered_[i] = candidate.key;
+      if (staged(found)) tokens()[i] = candidate.token;
       if (candidate.key == 0) continue;
       ++own.count;
       own.least = min(own.least, candidate.key);
@@ -145,7 +171,7 @@ class Foreseen {
 
   ForeseenShared& s_;
   CutShared& cut_;
-  Candidate* gathered_;
+  std::uint32_t* gathered_;
   const Learner& learner_;
   Choices c_;
 };

@@ -24,6 +24,12 @@ struct ForwardSplitLimits {
   std::uint32_t max_tokens = 0;   ///< of a sequence whose choice it can mark there
 };
 
+/// What the scores of a forward's rows weigh, as ScoreSums has it; null: no row has a rest.
+struct ScoredRows {
+  float2* sums = nullptr;
+  std::uint32_t blocks = 0;  ///< of a row
+};
+
 /// What the kernels of a forward tell each other, in device memory; see ForwardVerbs::scratch_bytes.
 struct ForwardScratch {
   ScoreInt4Task* score_tasks = nullptr;  ///< [decode_rows, kv_heads]
@@ -37,6 +43,7 @@ struct ForwardScratch {
   std::uint64_t cluster_words = 0;
   std::byte* clustering = nullptr;  ///< scratch memory of clusterings, of a few KV heads at a time
   std::uint64_t clustering_bytes = 0;
+  ScoredRows scored{};                   ///< of the bucket
   AttendJob* jobs = nullptr;             ///< [decode_rows, kv_heads, head_blocks]; then as many of fetched rows
   std::uint32_t* counters = nullptr;     ///< [jobs] of AttendArgs
   float* partials = nullptr;             ///< of AttendArgs

@@ -120,8 +120,8 @@ __device__ inline bool mark(const ForwardMemory& m, const Work& work, const Fore
                           .begin = row.sink_end,
                           .end = row.recent_begin,
                           .picks = row.picks};
-    const Learner learner = learner_of(m, work, foresight, Choice::memory(room));
-    Foreseen foreseen(s.foreseen, s.cut, lists, learner, choices);
+    const Learner learner = learner_of(m, work, foresight, Choice::keys(room));
+    Foreseen foreseen(s.foreseen, s.cut, reinterpret_cast<std::uint32_t*>(lists), learner, choices);
     // Keys were scored before anybody looked at what is proposed.
     const bool can = (!kProposes || row.proposed == 0) && foreseen.can();
     const std::uint32_t missed =
@@ -143,7 +143,7 @@ __device__ inline bool mark(const ForwardMemory& m, const Work& work, const Fore
 /// others do what the layer waits for.
 __device__ __noinline__ inline void learn_foreseen(const ForwardMemory& m, const Work& work,
                                                    const Foresight& foresight, const ForeseenShared& s) {
-  const Learner learner = learner_of(m, work, foresight, foresight.room);
+  const Learner learner = learner_of(m, work, foresight, s.room);
   for (std::uint32_t h = detail::cluster_rank(); h < m.shape.group(); h += detail::cluster_blocks())
     learner.learn(h, s.chosen[h], true);
 }

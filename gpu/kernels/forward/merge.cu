@@ -1,5 +1,7 @@
 // The end of a layer: the far part's answer is waited for, and near and far become one.
 
+#include <cfloat>
+
 #include "gpu/kernels/forward/promote.cuh"
 #include "gpu/kernels/forward/wait.cuh"
 #include "gpu/kernels/load.hpp"
@@ -53,7 +55,9 @@ __device__ Weights weigh(const Mass& near, const Mass& fetched, const Mass& far,
   const float a = near.above(top);
   const float b = fetched.above(top);
   const float c = far.above(top);
-  const float d = rest.above(top);
+  // It is a difference of sums that are known to some 2^-20 of what they are.
+  const float least = 0x1p-18f * (a + b + c);
+  const float d = rest.above(top) >= least ? rest.above(top) : 0.f;
   const float sum = a + b + c + d;
   return {.near = a / sum, .fetched = b / sum, .far = c / sum, .rest = d / sum, .lse = top + logf(sum)};
 }
@@ -61,29 +65,26 @@ __device__ Weights weigh(const Mass& near, const Mass& fetched, const Mass& far,
 /// What a row leaves, as the thread blocks of `split` have weighed it, `parts` of them; 0: nothing.
 struct Rest {
   const float* out;
-  const float* lse;
+  const float2* mass;
   std::uint32_t parts, group, head_dim;
 
   __device__ Rest(const ForwardMemory& m, std::uint32_t list, std::uint32_t parts)
-      : out(m.rest_out_of(list)), lse(m.rest_lse_of(list)), parts(parts), group(m.shape.group()),
+      : out(m.rest_out_of(list)), mass(reinterpret_cast<const float2*>(m.rest_mass_of(list))), parts(parts), group(m.shape.group()),
         head_dim(m.shape.head_dim) {}
-  /// To a query head of the group; kEmptyLse: nothing.
+  /// Its lse to a query head of the group; kEmptyLse: nothing.
   [[nodiscard]] __device__ float weight(std::uint32_t h) const {
-    float each[kMostRestParts];
+    float2 each[kMostRestParts];
     float top = kEmptyLse;
-    bool numbers = true;
 #pragma unroll
     for (std::uint32_t p = 0; p < kMostRestParts; ++p) {
-      each[p] = p < parts ? lse[p * group + h] : kEmptyLse;
-      numbers &= each[p] == each[p];
-      top = fmaxf(top, each[p]);
+      each[p] = p < parts ? mass[p * group + h] : float2{kEmptyLse, 0.f};
+      top = fmaxf(top, each[p].x);
     }
-    if (!numbers) return __int_as_float(0x7fc0'0000);
-    if (top == kEmptyLse) return kEmptyLse;
+    top = fmaxf(top, -FLT_MAX);
     float sum = 0.f;
 #pragma unroll
-    for (std::uint32_t p = 0; p < kMostRestParts; ++p) sum += expf(each[p] - top);
-    return top + logf(sum);
+    for (std::uint32_t p = 0; p < kMostRestParts; ++p) sum += each[p].y * expf(each[p].x - top);
+    return sum <= 0.f ? kEmptyLse : top + logf(sum);  // What is NaN stays.
   }
   /// Four channels of its value.
   [[nodiscard]] __device__ float4 value(std::uint32_t channel) const {
@@ -140,8 +141,7 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, std::ui
     if (at >= group * head_dim) return float4{};
     return *reinterpret_cast<const float4*>(m.near_out + first * head_dim + at);
   };
-  // Of teams there is none. Else all heads of the group have the same value.
-  const Rest rest(m, blockIdx.x, !kTeams && here.rest != 0 ? rest_parts : 0);
+  const Rest rest(m, blockIdx.x, here.rest != 0 ? rest_parts : 0);  // All heads of the group have the same value.
   const auto rest_out = [&](std::uint32_t at) { return rest.value(at % head_dim); };
   float4 rests = rest_out(4 * threadIdx.x);
   const float rest_lse = threadIdx.x < group ? rest.weight(threadIdx.x) : kEmptyLse;

@@ -3,45 +3,14 @@
 #include "gpu/kernels/attend/attend_input.cuh"
 #include "gpu/kernels/elements.cuh"
 #include "gpu/kernels/forward/marks.cuh"
-#include "gpu/kernels/mma.cuh"
-#include "sluice/partial.hpp"
+#include "gpu/kernels/select/power_sum.cuh"
+#include "gpu/kernels/select/score_cut.hpp"
 
-/// What a row leaves, see ForwardRow::rest: every block of a cluster weighs its part of it, and `merge` adds up. By the
-/// scores of all tokens, which have just been written, while the CPU is asked for what is far.
+/// What a row leaves, see ForwardRow::rest: all that its scores weigh, which `score` has added up, less what those
+/// weigh that are attended. Every block of a cluster has a part of both, and `merge` adds up.
 namespace sluice::gpu::forward {
 
-/// The sum of some powers of 2, divided by that of `top`.
-struct PowerSum {
-  float top = -INFINITY;
-  float mass = 0.f;
-
-  /// Adds those of `x`, -infinity for none.
-  template <std::uint32_t kCount>
-  __device__ void add(const float (&x)[kCount]) {
-    float most = top;
-#pragma unroll
-    for (std::uint32_t i = 0; i < kCount; ++i) most = fmaxf(most, x[i]);
-    if (most == -INFINITY) return;
-    mass *= detail::exp2_fast(top - most);
-#pragma unroll
-    for (std::uint32_t i = 0; i < kCount; ++i) mass += detail::exp2_fast(x[i] - most);
-    top = most;
-  }
-  /// Of all lanes of a warp, in each of them.
-  __device__ void add_lanes() {
-#pragma unroll
-    for (std::uint32_t step = 1; step < kWarp; step *= 2) {
-      const float other = __shfl_xor_sync(kAll, top, step);
-      const float theirs = __shfl_xor_sync(kAll, mass, step);
-      const float most = fmaxf(top, other);
-      if (most != -INFINITY) mass = mass * detail::exp2_fast(top - most) + theirs * detail::exp2_fast(other - most);
-      top = most;
-    }
-  }
-  [[nodiscard]] __device__ float lse() const {
-    return top == -INFINITY ? kEmptyLse : (top + log2f(mass)) * detail::kLn2;
-  }
-};
+using detail::PowerSum;
 
 inline constexpr std::uint32_t kRestHeads = 4;  ///< that are weighed at once
 struct RestShared {
@@ -49,47 +18,38 @@ struct RestShared {
   float masses[kWarps][kRestHeads];
 };
 
-/// A block's part of the tokens that no head of the group attends.
-class Left {
+/// Of the scores that a block has a share of, for query head `first` + the thread's number modulo kRestHeads. A thread's
+/// first sum is on its way while others are weighed; few have a second one.
+class Scored {
  public:
-  static constexpr std::uint32_t kAtOnce = 4;  ///< of a lane, in two chunks
-
-  __device__ Left(const Marks& marks, std::uint32_t tokens) : marks_(marks), tokens_(tokens) {}
-  /// tokens[i], unless it is attended: kNone. `number`: of the first chunk, whose neighbour is the one that comes as
-  /// many chunks behind as there are warps.
-  __device__ void read(std::uint32_t number, std::uint32_t (&tokens)[kAtOnce]) const {
-    const std::uint32_t lane = threadIdx.x % kWarp;
-#pragma unroll
-    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-      const std::uint32_t word = number + i / 2 * kWarps * kChunk + i % 2 * kWord;
-      const bool there = word < marks_.part().count();
-      const std::uint32_t token = marks_.part().token_of(word) + lane;
-      const bool attended = !there || (marks_.word(word) >> lane & 1) != 0;
-      tokens[i] = attended || token >= tokens_ ? kNone : token;
-    }
+  __device__ Scored(const ForwardMemory& m, const Work& work, const Part& part, const ScoredRows& rows,
+                    std::uint32_t first)
+      : group_(m.shape.group()), step_(kThreads / kRestHeads * part.blocks()) {
+    const std::uint32_t head = first + threadIdx.x % kRestHeads;
+    sums_ = rows.sums + std::uint64_t{work.index} * rows.blocks * group_ + head;
+    blocks_ = head < group_ ? min(rows.blocks, (work.row.tokens - 1) / score_int4::kBlockTokens + 1) : 0;
+    at_ = part.rank() + threadIdx.x / kRestHeads * part.blocks();
+    if (at_ < blocks_) read_ = sums_[at_ * group_];
   }
-  static constexpr std::uint32_t kStep = kAtOnce / 2 * kWarps * kChunk;  ///< numbers that all warps read at once
+  [[nodiscard]] __device__ PowerSum sum() {
+    PowerSum sum{.top = read_.x, .mass = read_.y};
+    for (std::uint32_t i = at_ + step_; i < blocks_; i += step_)
+      sum.add_sum({sums_[i * group_].x, sums_[i * group_].y});
+    return sum;
+  }
 
  private:
-  const Marks& marks_;
-  std::uint32_t tokens_;
+  const float2* sums_;
+  std::uint32_t group_, blocks_, at_, step_;
+  float2 read_ = {-INFINITY, 0.f};
 };
 
-/// Scores as they weigh: soft-capped, and by powers of 2. NaN becomes -infinity, and is no part of a sum.
-template <std::uint32_t kCount>
-__device__ __forceinline__ void prepare(float (&scores)[kCount], float softcap) {
-  if (softcap > 0.f) {
-    const float inverse = 1.f / softcap;
-#pragma unroll
-    for (std::uint32_t i = 0; i < kCount; ++i) scores[i] = softcap * detail::tanh_fast(scores[i] * inverse);
-  }
-#pragma unroll
-  for (std::uint32_t i = 0; i < kCount; ++i) scores[i] = scores[i] == scores[i] ? scores[i] * detail::kLog2E : -INFINITY;
-}
-
-/// Of the block's part, for heads [first, first + kRestHeads) of the group.
-__device__ __forceinline__ void weigh_left(const ForwardMemory& m, const Work& work, const Marks& marks,
-                                           std::uint32_t first, PowerSum (&sums)[kRestHeads]) {
+/// Of the tokens that are marked in the block's part, for heads [first, first + kRestHeads) of the group. A warp takes a
+/// word, a few at a time: of most words no token is marked.
+__device__ __forceinline__ void weigh_marked(const ForwardMemory& m, const Work& work, const Marks& marks,
+                                             std::uint32_t first, PowerSum (&sums)[kRestHeads]) {
+  constexpr std::uint32_t kAtOnce = 4;
+  const std::uint32_t lane = threadIdx.x % kWarp;
   const std::uint32_t stride = work.row.tokens;
   const std::uint32_t heads = min(kRestHeads, m.shape.group() - first);
   const float softcap = m.shape.softcap;
@@ -98,22 +58,33 @@ __device__ __forceinline__ void weigh_left(const ForwardMemory& m, const Work& w
   for (std::uint32_t h = 0; h < kRestHeads; ++h)
     scores[h] = m.scores + std::uint64_t{work.index} * m.shape.group() * m.score_room() +
                 std::uint64_t{first + min(h, heads - 1)} * stride;
-  const Left left(marks, work.row.tokens);
 #pragma unroll 1
-  for (std::uint32_t number = threadIdx.x / kWarp * kChunk; number < marks.part().count(); number += Left::kStep) {
-    std::uint32_t tokens[Left::kAtOnce];
-    left.read(number, tokens);
-    float x[kRestHeads][Left::kAtOnce];
+  for (std::uint32_t base = threadIdx.x / kWarp; base * kWord < marks.part().count(); base += kWarp * kWarps) {
+    const std::uint32_t word = base + lane * kWarps;
+    const std::uint32_t own = marks.word(word * kWord);
+#pragma unroll 1
+    for (std::uint32_t some = __ballot_sync(kAll, own != 0); some != 0;) {
+      float x[kRestHeads][kAtOnce];
 #pragma unroll
-    for (std::uint32_t h = 0; h < kRestHeads; ++h) {
+      for (std::uint32_t i = 0; i < kAtOnce; ++i) {
+        const std::uint32_t from = some != 0 ? __ffs(static_cast<int>(some)) - 1 : 0;
+        const std::uint32_t bits = some != 0 ? __shfl_sync(kAll, own, from) : 0;
+        const std::uint32_t token = marks.part().token_of((base + from * kWarps) * kWord) + lane;
+        some &= some - 1;
 #pragma unroll
-      for (std::uint32_t i = 0; i < Left::kAtOnce; ++i)
-        x[h][i] = tokens[i] != kNone ? __ldcg(scores[h] + tokens[i]) : __int_as_float(0x7fc0'0000);
-    }
+        for (std::uint32_t h = 0; h < kRestHeads; ++h)
+          x[h][i] = (bits >> lane & 1) != 0 ? __ldcg(scores[h] + token) : -INFINITY;
+      }
 #pragma unroll
-    for (std::uint32_t h = 0; h < kRestHeads; ++h) {
-      prepare(x[h], softcap);
-      sums[h].add(x[h]);
+      for (std::uint32_t h = 0; h < kRestHeads; ++h) {
+#pragma unroll
+        for (std::uint32_t i = 0; i < kAtOnce; ++i) {
+          const float score = x[h][i];
+          const bool caps = softcap > 0.f && score != -INFINITY;
+          x[h][i] = detail::kLog2E * (caps ? softcap * detail::tanh_fast(__fdividef(score, softcap)) : score);
+        }
+        sums[h].add(x[h]);
+      }
     }
   }
 }
@@ -160,32 +131,36 @@ inline constexpr std::uint32_t kRestBytes = kThreads * detail::kUnit * sizeof(fl
 /// The block's part of what a row leaves, which has a rest. `rows`: kRestBytes that nobody uses any more once all are
 /// here. All threads.
 __device__ __noinline__ inline void weigh_rest(const ForwardMemory& m, const Work& work, const Marks& marks,
-                                               RestShared& s, float* rows) {
+                                               const ScoredRows& all, RestShared& s, float* rows) {
   const std::uint32_t group = m.shape.group();
   const std::uint32_t lane = threadIdx.x % kWarp;
   const std::uint32_t warp = threadIdx.x / kWarp;
   const Part& part = marks.part();
-  float* const lse = m.rest_lse_of(work.index) + part.rank() * group;
+  auto* const mass = reinterpret_cast<float2*>(m.rest_mass_of(work.index)) + part.rank() * group;
   float means[detail::kUnit] = {};
   add_means(m, work, part, means);  // Requested before what takes longer.
 #pragma unroll 1
   for (std::uint32_t first = 0; first < group; first += kRestHeads) {
-    PowerSum sums[kRestHeads];
-    weigh_left(m, work, marks, first, sums);
+    Scored scored(m, work, part, all, first);
+    PowerSum marked[kRestHeads];
+    weigh_marked(m, work, marks, first, marked);
+    PowerSum left = scored.sum();
+    left.add_lanes(kRestHeads);
+    detail::add_lanes(marked);
     __syncthreads();  // The sums of the heads before these have been read.
 #pragma unroll
     for (std::uint32_t h = 0; h < kRestHeads; ++h) {
-      sums[h].add_lanes();
       if (lane != h) continue;
-      s.tops[warp][h] = sums[h].top;
-      s.masses[warp][h] = sums[h].mass;
+      left.add_sum(marked[h], -1.f);
+      s.tops[warp][h] = left.top;
+      s.masses[warp][h] = left.mass;
     }
     __syncthreads();
     if (warp >= kRestHeads || first + warp >= group) continue;
     PowerSum sum;
     if (lane < kWarps) sum = {.top = s.tops[lane][warp], .mass = s.masses[lane][warp]};
     sum.add_lanes();
-    if (lane == 0) lse[first + warp] = sum.lse();
+    if (lane == 0) mass[first + warp] = {sum.top * detail::kLn2, sum.mass};
   }
   put_means(m, work, part, rows, means);
 }

@@ -1,16 +1,15 @@
 #pragma once
 
-#include "gpu/kernels/forward/part.cuh"
+#include "gpu/kernels/forward/cut.cuh"
 
-/// The k-th largest of a whole row, by a cluster of thread blocks that count, pass by pass, how many keys reach some
-/// pivots: for rows whose candidates are too many or too few.
+/// The k-th largest of a whole row, by a cluster of thread blocks that count its keys into buckets, pass by pass: for
+/// rows whose candidates are too many or too few.
 namespace sluice::gpu::forward {
 
 inline constexpr std::uint32_t kPivots = 3;
 
-struct SearchShared {
+struct ReachShared {
   alignas(16) std::uint32_t warps[2][kPivots][kWarps];  ///< sums; passes take turns, so that one barrier each is enough
-  std::uint32_t blocks[2][kPivots][kMostBlocks];
 };
 
 /// How many keys reach each of some pivots, none of which is 0.
@@ -41,25 +40,51 @@ struct Choices {
   [[nodiscard]] __device__ bool between(std::uint32_t token) const { return token >= begin && token < end; }
 };
 
+/// body(key, token) for every token of this block that a head may choose. Several are on their way at once: of a row of
+/// 512K tokens a thread has 128, and one after the other they took about 50 us on an H200.
+template <class Body>
+__device__ __forceinline__ void for_each_key(const Part& part, const Choices& choices, std::uint32_t h,
+                                             const Body& body) {
+  constexpr std::uint32_t kAtOnce = 2 * kInFlight;
+  // Copies, as the body may store: else they would be read again each time.
+  const Part own = part;
+  const std::uint32_t count = own.count();
+  const std::uint32_t begin = choices.begin;
+  const std::uint32_t end = choices.end;
+  const float* const row = choices.scores + std::uint64_t{choices.first + h} * choices.stride;
+#pragma unroll 1
+  for (std::uint32_t base = threadIdx.x; base < count; base += kAtOnce * kThreads) {
+    float scores[kAtOnce];
+#pragma unroll
+    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
+      const std::uint32_t token = own.token_of(base + i * kThreads);
+      scores[i] = token >= begin && token < end ? __ldg(row + token) : 0.f;
+    }
+#pragma unroll
+    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
+      const std::uint32_t token = own.token_of(base + i * kThreads);
+      if (token >= begin && token < end) body(order_key(scores[i]), token);
+    }
+  }
+}
+
 class RowSearch {
  public:
-  __device__ RowSearch(SearchShared& s, const Part& part, const Choices& choices) : s_(s), part_(part), c_(choices) {}
+  static constexpr std::uint32_t kWords = 2 * kBuckets;  ///< passes take turns with them
 
-  /// What a head chooses. All threads of all blocks.
-  __device__ __noinline__ Cut cut_of(std::uint32_t h) {
+  /// @param counts  shared memory of kWords
+  __device__ RowSearch(CutShared& s, std::uint32_t* counts, const Part& part, const Choices& choices)
+      : s_(s), counts_(counts), part_(part), c_(choices) {}
+
+  /// What a head chooses, of whose keys at least as many reach `least`. All threads of all blocks.
+  __device__ __noinline__ Cut cut_of(std::uint32_t h, std::uint32_t least) {
+    if (c_.picks >= c_.end - c_.begin) return {.key = 0, .tie = 0};
     detail::cluster_sync();  // What the search before this one has left has been read.
-    Query query{.head = h};
-    Kth kth{.ties = c_.picks, .equal = c_.end - c_.begin};
-#pragma unroll 1
-    while (true) {
-      kth = search(query, kth.equal, kth.ties);
-      // No token comes twice: a pivot is found that as many reach.
-      if (query.ties) return {.key = query.key, .tie = kth.key};
-      if (kth.ties == 0) return {.key = kth.key, .tie = kAll};
-      if (kth.ties == kth.equal) return {.key = kth.key, .tie = 0};
-      query.ties = true;
-      query.key = kth.key;
-    }
+    const Kth kth = search({.head = h}, least, kAll - least, c_.picks);
+    if (kth.ties == kth.equal) return {.key = kth.value, .tie = 0};
+    const Kth last =
+        search({.head = h, .ties = true, .key = kth.value}, ~(c_.end - 1), c_.end - 1 - c_.begin, kth.ties);
+    return {.key = kth.value, .tie = last.value - 1};  // No token comes twice.
   }
 
  private:
@@ -72,78 +97,50 @@ class RowSearch {
       return !ties ? k : k == key ? ~token : 0;
     }
   };
-  /// The k-th largest value, or one between it and the next: `ties` of those equal to `key` belong to the k largest,
-  /// of `equal`.
+  /// The k-th largest value; `ties` of those equal to it, which are `equal`, belong to the k largest.
   struct Kth {
-    std::uint32_t key = 0;
+    std::uint32_t value = 0;
     std::uint32_t ties = 0;
     std::uint32_t equal = 0;
   };
 
-  /// Among `all` values.
-  __device__ Kth search(const Query& query, std::uint32_t all, std::uint32_t k) {
-    std::uint64_t low = 0;
-    std::uint64_t high = std::uint64_t{1} << 32;
-    std::uint32_t reach_low = all;
-    std::uint32_t above = 0;  // That reach `high`.
+  /// Among values from `low` on, none of which is more than `span` larger.
+  __device__ Kth search(const Query& query, std::uint32_t low, std::uint32_t span, std::uint32_t k) {
+    __syncthreads();  // What the search before this one has found has been read.
+    if (threadIdx.x == 0) s_.rank = k - 1;
 #pragma unroll 1
-    while (high - low > 1) {
-      std::uint32_t pivots[kPivots];
-      const std::uint64_t step = (high - low + kPivots) / (kPivots + 1);
-#pragma unroll
-      for (std::uint32_t p = 0; p < kPivots; ++p)
-        pivots[p] = static_cast<std::uint32_t>(min(low + (p + 1) * step, high - 1));
-      const Reach reach = count(query, pivots);
-#pragma unroll
-      for (std::uint32_t p = 0; p < kPivots; ++p) {
-        if (reach.of[p] == k) return {.key = pivots[p] - 1, .ties = 0, .equal = 0};
-        if (reach.of[p] > k && pivots[p] > low) {
-          low = pivots[p];
-          reach_low = reach.of[p];
-        } else if (reach.of[p] < k && pivots[p] < high) {
-          high = pivots[p];
-          above = reach.of[p];
-        }
-      }
+    while (true) {
+      const auto bits = static_cast<std::uint32_t>(32 - __clz(static_cast<int>(span)));
+      const std::uint32_t shift = bits > kBucketBits ? bits - kBucketBits : 0;
+      count(query, low, span, shift);
+      find_bucket(s_);
+      low += s_.bucket << shift;
+      if (shift == 0) return {.value = low, .ties = s_.rank + 1, .equal = s_.buckets[s_.bucket]};
+      span = (1u << shift) - 1;
     }
-    return {.key = static_cast<std::uint32_t>(low), .ties = k - above, .equal = reach_low - above};
   }
 
-  __device__ Reach count(const Query& query, const std::uint32_t (&pivots)[kPivots]) {
-    Reach own;
-#pragma unroll 4
-    for (std::uint32_t i = threadIdx.x; i < part_.count(); i += kThreads) {
-      const std::uint32_t token = part_.token_of(i);
-      if (c_.between(token)) own.add(query.value(c_.key_of(query.head, token), token), pivots);
-    }
-    return sum_of_cluster(own);
-  }
-
-  __device__ Reach sum_of_cluster(const Reach& own) {
-    const std::uint32_t turn = turn_++ % 2;
-    const std::uint32_t lane = threadIdx.x % kWarp;
-#pragma unroll
-    for (std::uint32_t p = 0; p < kPivots; ++p) {
-      const std::uint32_t sum = __reduce_add_sync(kAll, own.of[p]);
-      if (lane == 0) s_.warps[turn][p][threadIdx.x / kWarp] = sum;
+  /// The cluster's values in each bucket, to each block.
+  __device__ void count(const Query& query, std::uint32_t low, std::uint32_t span, std::uint32_t shift) {
+    std::uint32_t* const own = counts_ + turn_++ % 2 * kBuckets;
+    for (std::uint32_t i = threadIdx.x; i < kBuckets; i += kThreads) own[i] = 0;
+    __syncthreads();
+    for_each_key(part_, c_, query.head, [&](std::uint32_t key, std::uint32_t token) {
+      const std::uint32_t value = query.value(key, token);
+      if (value >= low && value - low <= span) atomicAdd(own + (value - low >> shift), 1u);
+    });
+    detail::cluster_sync();
+#pragma unroll 1
+    for (std::uint32_t i = threadIdx.x; i < kBuckets; i += kThreads) {
+      std::uint32_t sum = 0;
+      for (std::uint32_t b = 0; b < part_.blocks(); ++b) sum += detail::load_in_cluster(detail::address_in(own + i, b));
+      s_.buckets[i] = sum;
     }
     __syncthreads();
-#pragma unroll
-    for (std::uint32_t p = 0; p < kPivots; ++p) {
-      const std::uint32_t mine = __reduce_add_sync(kAll, lane < kWarps ? s_.warps[turn][p][lane] : 0);
-      if (threadIdx.x < part_.blocks())
-        detail::store_in_cluster(detail::address_in(&s_.blocks[turn][p][part_.rank()], threadIdx.x), mine);
-    }
-    detail::cluster_sync();
-    Reach all;
-    for (std::uint32_t b = 0; b < part_.blocks(); ++b) {
-#pragma unroll
-      for (std::uint32_t p = 0; p < kPivots; ++p) all.of[p] += s_.blocks[turn][p][b];
-    }
-    return all;
   }
 
-  SearchShared& s_;
+  CutShared& s_;
+  std::uint32_t* const counts_;
   const Part part_;  // Copies: what a function that is called points to would lie on its caller's stack.
   const Choices c_;
   std::uint32_t turn_ = 0;

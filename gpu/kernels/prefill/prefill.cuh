@@ -234,12 +234,12 @@ __device__ void write_rows(const PrefillRows<kDim, kTerms>& state, const Prefill
     float mass = state.mass[half];
     mass += __shfl_xor_sync(kAllLanes, mass, 1);
     mass += __shfl_xor_sync(kAllLanes, mass, 2);
-    if (!rows.there[half]) continue;
     const float base = state.top[half] == -INFINITY ? 0.f : state.top[half];
     RowPart<kDim> part;
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n) part[n] = make_float2(state.out[n][2 * half], state.out[n][2 * half + 1]);
-    write_row<kDim>(item, args, rows.token[half], rows.head[half], mass, base, part);
+    write_row<kDim>(item, args, {.token = rows.token[half], .head = rows.head[half], .there = rows.there[half]}, mass,
+                    base, part);
   }
 }
 

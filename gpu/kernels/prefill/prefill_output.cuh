@@ -54,11 +54,11 @@ __device__ void cap_products(float (&products)[kCount], float scale, float softc
   for (int i = 0; i < kCount; ++i) products[i] = out * tanh_fast(products[i] * in);
 }
 
-/// Whether every row of the outputs can be written by pairs.
-__device__ inline bool pairs_aligned(const PrefillItem& item, const PrefillShape& shape) {
+/// Whether every row of the outputs begins at a multiple of so many elements.
+__device__ inline bool outputs_aligned(const PrefillItem& item, const PrefillShape& shape, std::uint32_t elements) {
   const std::uint64_t bytes = shape.out_dtype == DType::f32 ? 4 : 2;
-  return (reinterpret_cast<std::uintptr_t>(item.out) % (2 * bytes) | shape.out_token_stride % 2 |
-          shape.out_head_stride % 2) == 0;
+  return (reinterpret_cast<std::uintptr_t>(item.out) % (elements * bytes) | shape.out_token_stride % elements |
+          shape.out_head_stride % elements) == 0;
 }
 
 /// A row's share of what it summed up now, which normalises it, and of what earlier windows gave.
@@ -92,34 +92,76 @@ __device__ void store_pairs(std::byte* row, const RowPart<kDim>& part) {
   for (int n = 0; n < kDim / 8; ++n) to[4 * n] = make_pair<Pair>(part[n].x, part[n].y);
 }
 
+/// Four words of each of a row's four lanes: lane t gets word t of all, in the lanes' order. By whole warps.
+__device__ inline void transpose_words(std::uint32_t (&words)[4]) {
+  const bool upper = (threadIdx.x & 2) != 0;
+  const std::uint32_t a = __shfl_xor_sync(kAllLanes, upper ? words[0] : words[2], 2);
+  const std::uint32_t b = __shfl_xor_sync(kAllLanes, upper ? words[1] : words[3], 2);
+  const std::uint32_t pairs[4]{upper ? a : words[0], upper ? b : words[1], upper ? words[2] : a, upper ? words[3] : b};
+  const bool odd = (threadIdx.x & 1) != 0;
+  const std::uint32_t c = __shfl_xor_sync(kAllLanes, odd ? pairs[0] : pairs[1], 1);
+  const std::uint32_t d = __shfl_xor_sync(kAllLanes, odd ? pairs[2] : pairs[3], 1);
+  words[0] = odd ? c : pairs[0];
+  words[1] = odd ? pairs[1] : c;
+  words[2] = odd ? d : pairs[2];
+  words[3] = odd ? pairs[3] : d;
+}
+
+/// 16 bytes at a time: every store of a warp fills whole sectors.
+template <class Pair, int kDim>
+__device__ void store_octets(std::byte* row, const RowPart<kDim>& part, bool there) {
+  static_assert(sizeof(Pair) == 4 && kDim % 32 == 0);
+  auto* const to = reinterpret_cast<uint4*>(row) + threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kDim / 8; n += 4) {
+    std::uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Pair pair = make_pair<Pair>(part[n + i].x, part[n + i].y);
+      words[i] = reinterpret_cast<const std::uint32_t&>(pair);
+    }
+    transpose_words(words);
+    if (there) to[n] = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
 template <int kDim>
 __device__ void store_row(const PrefillItem& item, const PrefillShape& shape, std::uint64_t row,
-                          const RowPart<kDim>& part) {
-  if (!pairs_aligned(item, shape)) {
+                          const RowPart<kDim>& part, bool there) {
+  if (shape.out_dtype != DType::f32 && outputs_aligned(item, shape, 8)) {
+    shape.out_dtype == DType::f16 ? store_octets<__half2, kDim>(item.out + row * 2, part, there)
+                                  : store_octets<__nv_bfloat162, kDim>(item.out + row * 2, part, there);
+  } else if (!there) {
+    return;
+  } else if (shape.out_dtype == DType::f32 && outputs_aligned(item, shape, 2)) {
+    store_pairs<float2, kDim>(item.out + row * 4, part);
+  } else {
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n) {
       store_number(item.out, shape.out_dtype, row + 8 * n + 2 * (threadIdx.x % 4), part[n].x);
       store_number(item.out, shape.out_dtype, row + 8 * n + 2 * (threadIdx.x % 4) + 1, part[n].y);
     }
-  } else if (shape.out_dtype == DType::f32) {
-    store_pairs<float2, kDim>(item.out + row * 4, part);
-  } else if (shape.out_dtype == DType::f16) {
-    store_pairs<__half2, kDim>(item.out + row * 2, part);
-  } else {
-    store_pairs<__nv_bfloat162, kDim>(item.out + row * 2, part);
   }
 }
 
-/// Finishes a row of which `part` is the weighted sum of values, in what becomes the result.
+/// Where a row is written, if it is a row of the chunk.
+struct RowPlace {
+  std::uint32_t token = 0;
+  std::uint32_t head = 0;
+  bool there = false;
+};
+
+/// Finishes a row of which `part` is the weighted sum of values, in what becomes the result. By whole warps.
 template <int kDim>
-__device__ void write_row(const PrefillItem& item, const PrefillArgs& args, std::uint32_t token, std::uint32_t head,
-                          float mass, float base, RowPart<kDim>& part) {
+__device__ void write_row(const PrefillItem& item, const PrefillArgs& args, const RowPlace& place, float mass,
+                          float base, RowPart<kDim>& part) {
   const std::uint32_t t = threadIdx.x % 4;
-  const std::uint64_t row = std::uint64_t{token} * args.row_heads + head;
-  const RowShares shares = share_row(mass, base, item.first_window ? -INFINITY : item.lse[row]);
+  const std::uint64_t row = std::uint64_t{place.token} * args.row_heads + place.head;
+  const bool joins = place.there && !item.first_window;
+  const RowShares shares = share_row(mass, base, joins ? item.lse[row] : -INFINITY);
 #pragma unroll
   for (int n = 0; n < kDim / 8; ++n) part[n] = make_float2(part[n].x * shares.now, part[n].y * shares.now);
-  if (!item.first_window) {
+  if (joins) {
     const float2* const before = reinterpret_cast<const float2*>(item.so_far + row * kDim) + t;
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n) {
@@ -127,11 +169,12 @@ __device__ void write_row(const PrefillItem& item, const PrefillArgs& args, std:
       part[n].y += shares.earlier * before[4 * n].y;
     }
   }
-  __syncwarp(0xfu << (threadIdx.x % 32 - t));  // The row's four lanes have read its lse.
-  if (item.lse != nullptr && t == 0) item.lse[row] = shares.lse;
+  __syncwarp();  // The row's four lanes have read its lse.
+  if (place.there && item.lse != nullptr && t == 0) item.lse[row] = shares.lse;
   if (item.last_window) {
-    store_row<kDim>(item, args.shape, token * args.shape.out_token_stride + head * args.shape.out_head_stride, part);
-  } else {
+    const std::uint64_t at = place.token * args.shape.out_token_stride + place.head * args.shape.out_head_stride;
+    store_row<kDim>(item, args.shape, at, part, place.there);
+  } else if (place.there) {
     store_pairs<float2, kDim>(reinterpret_cast<std::byte*>(item.so_far + row * kDim), part);
   }
 }

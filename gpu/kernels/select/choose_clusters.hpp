@@ -20,8 +20,9 @@ struct ChooseClustersShape {
   std::uint32_t multiprocessors = 0;
 };
 
-/// The clusters of a task that its kernels can put in order.
-inline constexpr std::uint32_t kMostClusters = 16'384;
+/// The clusters of a task that its kernels can put in order: with 32 tokens each, 4M tokens. They are sorted in runs of
+/// 16,384, each of which is looked up in all others.
+inline constexpr std::uint32_t kMostClusters = 131'072;
 
 /// What the kernels of a query head tell each other. Words of 32 bits, a multiple of 32 of them.
 struct ClusterRoom {
@@ -36,7 +37,8 @@ struct ClusterRoom {
   }
 };
 
-/// Four kernels, one after the other, for all tasks, of which none has more than `most_clusters` clusters.
+/// Four kernels, one after the other, or five where runs are merged, for all tasks, of which none has more than
+/// `most_clusters` clusters.
 void launch_choose_clusters(const TaskArray<ChooseClustersTask>& tasks, std::uint32_t most_clusters,
                             const ChooseClustersShape& shape, cudaStream_t stream);
 void load_choose_clusters_kernels();

@@ -17,6 +17,10 @@ inline constexpr float kMostMargin = 6.f;
 /// reads all scores once more.
 inline constexpr float kMoreMargin = 2.f;
 inline constexpr float kLessMargin = 0.998f;
+/// Heads that choose so many that there is no room for a margin like these have what fills this part of the room, and
+/// those with less than a narrow one foresee nothing.
+inline constexpr float kRoomUsed = 0.85f;
+inline constexpr float kNarrowMargin = 1.25f;
 
 /// What bounds are relative to.
 struct QueryMeasure {

@@ -1,5 +1,6 @@
 // The order of clusters for each query head (Tactic, section 4.3): what their centroids score, each read once for the
 // group; and then a sort, by one thread block for each head, which also says where in the list of tokens they begin.
+// Of more clusters than a block sorts several sort a run each, and one merges these.
 
 #include <algorithm>
 #include <cub/block/block_radix_sort.cuh>
@@ -23,7 +24,8 @@ constexpr std::uint32_t kScoreWarps = kScoreThreads / kWarp;
 constexpr std::uint32_t kRankThreads = 1024;
 constexpr std::uint32_t kFew = 1;   ///< clusters of a thread, at most
 constexpr std::uint32_t kSome = 4;  ///< likewise
-constexpr std::uint32_t kMany = kMostClusters / kRankThreads;
+constexpr std::uint32_t kMany = 16;
+constexpr std::uint32_t kRun = kMany * kRankThreads;  ///< clusters that a thread block sorts
 
 /// blockIdx.y is the task; a warp takes one centroid after the other.
 template <std::uint32_t kDim>
@@ -68,38 +70,75 @@ union RankStorage {
   Scan::TempStorage scan;
 };
 
-/// The sort is stable, and what a thread has are neighbours: equal keys stay in the order of their indices.
+/// Clusters from `begin` on that a thread block sorts: those of a thread, which are neighbours. The sort is stable:
+/// equal keys stay in the order of their indices.
+template <std::uint32_t kItems>
+struct Run {
+  std::uint32_t keys[kItems];
+  std::uint32_t clusters[kItems];
+
+  __device__ Run(const ChooseClustersTask& task, const HeadMemory& memory, std::uint32_t begin,
+                 typename Sort<kItems>::TempStorage& sort) {
+#pragma unroll
+    for (std::uint32_t i = 0; i < kItems; ++i) {
+      clusters[i] = begin + threadIdx.x * kItems + i;
+      // What there is not comes last, behind what is no number, whose key is the same.
+      keys[i] = clusters[i] < task.clusters ? ~order_key(memory.values[clusters[i]]) : ~0u;
+    }
+    Sort<kItems>(sort).Sort(keys, clusters);
+    __syncthreads();
+  }
+};
+
+[[nodiscard]] __device__ std::uint32_t size_of(const ChooseClustersTask& task, std::uint32_t cluster) {
+  return task.starts[cluster + 1] - task.starts[cluster];
+}
+
+/// All clusters of a head.
 template <std::uint32_t kItems>
 __device__ void rank(const ChooseClustersTask& task, const HeadMemory& memory, typename Sort<kItems>::TempStorage& sort,
                      Scan::TempStorage& scan) {
+  const Run<kItems> run(task, memory, 0, sort);
   const std::uint32_t first = threadIdx.x * kItems;
-  std::uint32_t keys[kItems];
-  std::uint32_t clusters[kItems];
-#pragma unroll
-  for (std::uint32_t i = 0; i < kItems; ++i) {
-    clusters[i] = first + i;
-    // What there is not comes last, behind what is no number, whose key is the same.
-    keys[i] = clusters[i] < task.clusters ? ~order_key(memory.values[clusters[i]]) : ~0u;
-  }
-  Sort<kItems>(sort).Sort(keys, clusters);
-  __syncthreads();
   std::uint32_t sizes[kItems];
 #pragma unroll
-  for (std::uint32_t i = 0; i < kItems; ++i) {
-    const std::uint32_t cluster = clusters[i];
-    sizes[i] = cluster < task.clusters ? task.starts[cluster + 1] - task.starts[cluster] : 0;
-  }
+  for (std::uint32_t i = 0; i < kItems; ++i)
+    sizes[i] = run.clusters[i] < task.clusters ? size_of(task, run.clusters[i]) : 0;
   Scan(scan).ExclusiveSum(sizes, sizes);
 #pragma unroll
   for (std::uint32_t i = 0; i < kItems; ++i) {
     if (first + i >= task.clusters) continue;
-    memory.order[first + i] = clusters[i];
+    memory.order[first + i] = run.clusters[i];
     memory.begins[first + i] = sizes[i];
   }
   if (threadIdx.x == 0) memory.begins[task.clusters] = task.samples.tokens;
 }
 
-/// blockIdx.x is the query head, blockIdx.y the task.
+/// What is sorted of a run, until it is merged: keys where the scores were, and clusters where their beginnings will
+/// be.
+struct Runs {
+  std::uint32_t* keys;
+  std::uint32_t* clusters;
+  __device__ explicit Runs(const HeadMemory& memory)
+      : keys(reinterpret_cast<std::uint32_t*>(memory.values)), clusters(memory.begins) {}
+};
+
+/// Some of a head's clusters, of which there are more.
+__device__ void sort_run(const ChooseClustersTask& task, const HeadMemory& memory, std::uint32_t begin,
+                         RankStorage& storage) {
+  if (begin >= task.clusters) return;
+  const Run<kMany> run(task, memory, begin, storage.many);
+  const Runs runs(memory);
+#pragma unroll
+  for (std::uint32_t i = 0; i < kMany; ++i) {
+    const std::uint32_t at = begin + threadIdx.x * kMany + i;
+    if (at >= task.clusters) continue;
+    runs.keys[at] = run.keys[i];
+    runs.clusters[at] = run.clusters[i];
+  }
+}
+
+/// blockIdx.x is the query head, blockIdx.y the task, blockIdx.z the run.
 __global__ void __launch_bounds__(kRankThreads)
     rank_clusters_kernel(const __grid_constant__ TaskArray<ChooseClustersTask> tasks) {
   extern __shared__ __align__(16) std::byte dynamic[];
@@ -108,9 +147,65 @@ __global__ void __launch_bounds__(kRankThreads)
   const ChooseClustersTask task = tasks[blockIdx.y];
   if (task.clusters == 0) return;
   const HeadMemory memory = memory_of(task, blockIdx.x);
+  if (task.clusters > kRun) return sort_run(task, memory, blockIdx.z * kRun, storage);
+  if (blockIdx.z != 0) return;
   if (task.clusters <= kFew * kRankThreads) return rank<kFew>(task, memory, storage.few, storage.scan);
   if (task.clusters <= kSome * kRankThreads) return rank<kSome>(task, memory, storage.some, storage.scan);
   rank<kMany>(task, memory, storage.many, storage.scan);
+}
+
+/// How many of a run's keys, in [begin, end), come before `key`; with `equal` ones also those that are equal.
+[[nodiscard]] __device__ std::uint32_t before(const std::uint32_t* keys, std::uint32_t begin, std::uint32_t end,
+                                              std::uint32_t key, bool equal) {
+  std::uint32_t low = begin;
+  while (low < end) {
+    const std::uint32_t middle = (low + end) / 2;
+    if (keys[middle] < key || (equal && keys[middle] == key)) {
+      low = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return low - begin;
+}
+
+/// blockIdx.x is the query head, blockIdx.y the task. Neighbours look for keys that are much alike, so that what a warp
+/// reads of another run lies together.
+__global__ void __launch_bounds__(kRankThreads)
+    merge_clusters_kernel(const __grid_constant__ TaskArray<ChooseClustersTask> tasks) {
+  __shared__ Scan::TempStorage scan;
+  detail::wait_for_kernel_before();
+  const ChooseClustersTask task = tasks[blockIdx.y];
+  if (task.clusters <= kRun) return;
+  const HeadMemory memory = memory_of(task, blockIdx.x);
+  const Runs runs(memory);
+  for (std::uint32_t i = threadIdx.x; i < task.clusters; i += kRankThreads) {
+    const std::uint32_t key = runs.keys[i];
+    const std::uint32_t own = i / kRun;
+    std::uint32_t place = i % kRun;
+    for (std::uint32_t run = 0; run * kRun < task.clusters; ++run) {
+      if (run != own) place += before(runs.keys, run * kRun, min((run + 1) * kRun, task.clusters), key, run < own);
+    }
+    memory.order[place] = runs.clusters[i];
+  }
+  __syncthreads();
+  std::uint32_t begins = 0;
+  for (std::uint32_t base = 0; base < task.clusters; base += kSome * kRankThreads) {
+    const std::uint32_t first = base + threadIdx.x * kSome;
+    std::uint32_t sizes[kSome];
+#pragma unroll
+    for (std::uint32_t i = 0; i < kSome; ++i)
+      sizes[i] = first + i < task.clusters ? size_of(task, memory.order[first + i]) : 0;
+    std::uint32_t all = 0;
+    Scan(scan).ExclusiveSum(sizes, sizes, all);
+#pragma unroll
+    for (std::uint32_t i = 0; i < kSome; ++i) {
+      if (first + i < task.clusters) memory.begins[first + i] = begins + sizes[i];
+    }
+    begins += all;
+    __syncthreads();  // The sums of the turn before have been read.
+  }
+  if (threadIdx.x == 0) memory.begins[task.clusters] = task.samples.tokens;
 }
 
 }  // namespace
@@ -125,8 +220,12 @@ void launch_rank_clusters(const TaskArray<ChooseClustersTask>& tasks, std::uint3
     OverlappingLaunch(grid, kScoreThreads, 0, stream)
         .run(score_centroids_kernel<head_dim.value>, "launch the kernel that scores centroids", tasks, shape.group);
   });
-  OverlappingLaunch(dim3(shape.group, tasks.count), kRankThreads, sizeof(RankStorage), stream)
+  const std::uint32_t runs = (most_clusters + kRun - 1) / kRun;
+  OverlappingLaunch(dim3(shape.group, tasks.count, runs), kRankThreads, sizeof(RankStorage), stream)
       .run(rank_clusters_kernel, "launch the kernel that ranks clusters", tasks);
+  if (runs == 1) return;
+  OverlappingLaunch(dim3(shape.group, tasks.count), kRankThreads, 0, stream)
+      .run(merge_clusters_kernel, "launch the kernel that merges runs of clusters", tasks);
 }
 
 void load_rank_clusters_kernels() {
@@ -136,6 +235,7 @@ void load_rank_clusters_kernels() {
     });
   });
   load_kernel(rank_clusters_kernel, "load the kernel that ranks clusters", sizeof(RankStorage));
+  load_kernel(merge_clusters_kernel, "load the kernel that merges runs of clusters");
 }
 
 }  // namespace sluice::gpu

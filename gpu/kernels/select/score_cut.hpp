@@ -23,11 +23,12 @@ struct Cut {
   std::uint32_t turns = 0;
 };
 
+inline constexpr std::uint32_t kMostWaves = 4;  ///< of thread blocks, more than it takes
+
 /// @param rows  as long as the longest, which has `tokens`
 /// @param room  thread blocks that run at once
 [[nodiscard]] constexpr Cut cut_of(std::uint32_t rows, std::uint32_t tokens, std::uint32_t room) noexcept {
   constexpr std::uint32_t kBegin = 3;  // What a block takes before its first turn, about.
-  constexpr std::uint32_t kMostWaves = 4;
   const auto div_up = [](std::uint32_t a, std::uint32_t b) { return (a + b - 1) / b; };  // Every launch does it.
   const std::uint32_t all = div_up(tokens, kBlockTokens);
   Cut best;
@@ -40,6 +41,14 @@ struct Cut {
     if (best.blocks == 0 || turns < best.turns) best = {.blocks = blocks, .chunks = chunks, .turns = turns};
   }
   return best;
+}
+
+/// Rows times thread blocks of each, at most, of as many rows and fewer, as long and shorter ones.
+[[nodiscard]] constexpr std::uint32_t most_blocks(std::uint32_t rows, std::uint32_t tokens,
+                                                  std::uint32_t room) noexcept {
+  const auto div_up = [](std::uint32_t a, std::uint32_t b) { return (a + b - 1) / b; };
+  const std::uint32_t first = div_up(rows * div_up(div_up(tokens, kBlockTokens), kMostChunks), room);
+  return (first + kMostWaves - 1) * room;
 }
 
 }  // namespace sluice::gpu::score_int4

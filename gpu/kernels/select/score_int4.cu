@@ -9,6 +9,7 @@
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/select/foresight.cuh"
+#include "gpu/kernels/select/power_sum.cuh"
 #include "gpu/kernels/select/score_int4_fragments.cuh"
 
 namespace sluice::gpu {
@@ -92,9 +93,10 @@ __device__ __forceinline__ std::uint32_t score_turn(const Shared<kHeadDim>& s,
     if constexpr (kWhole) {
       if (head.there) out[behind] = scores[o];
     } else {
-      const bool visible = there(s, number, o);
       const std::uint32_t token = at + lane_row() + behind;
-      if (head.there && token < part.count) out[behind] = visible ? scores[o] : __int_as_float(0xff80'0000);
+      const bool visible = there(s, number, o) && token < part.count;
+      if (!visible) scores[o] = -INFINITY;
+      if (head.there && token < part.count) out[behind] = scores[o];
       candidate &= visible && token >= eligible.begin && token < eligible.end;
     }
     hits |= candidate ? 1u << o : 0;
@@ -102,13 +104,48 @@ __device__ __forceinline__ std::uint32_t score_turn(const Shared<kHeadDim>& s,
   return hits;
 }
 
+/// Adds what scores weigh.
+__device__ __forceinline__ void weigh(detail::PowerSum& sum, const float (&scores)[kWarpOctets], float softcap) {
+  float x[kWarpOctets];
+#pragma unroll
+  for (std::uint32_t o = 0; o < kWarpOctets; ++o)
+    x[o] = detail::kLog2E * (softcap > 0.f ? softcap * detail::tanh_fast(__fdividef(scores[o], softcap)) : scores[o]);
+  // Of a token that is not there.
+  if (softcap > 0.f) {
+#pragma unroll
+    for (std::uint32_t o = 0; o < kWarpOctets; ++o) x[o] = scores[o] == -INFINITY ? -INFINITY : x[o];
+  }
+  sum.add(x);
+}
+
+/// What a warp's scores weigh, of heads `first_head` and on of the block's fragment: added up over the block, and
+/// written. `staged`: [kWarps, kHeads]. All threads.
+template <std::uint32_t kFragments>
+__device__ void put_sums(detail::PowerSum (&sums)[kFragments], float2 (&staged)[kWarps][kHeads], std::uint32_t heads,
+                         float2* out) {
+  const std::uint32_t warp = threadIdx.x / kWarp;
+#pragma unroll
+  for (std::uint32_t f = 0; f < kFragments; ++f) {
+    sums[f].add_lanes(kTileHeads);
+    if (threadIdx.x % kWarp < kTileHeads) staged[warp][f * kTileHeads + lane_head()] = {sums[f].top, sums[f].mass};
+  }
+  __syncthreads();
+  if (threadIdx.x >= heads) return;
+  detail::PowerSum all;
+#pragma unroll
+  for (std::uint32_t w = 0; w < kWarps; ++w) all.add_sum({staged[w][threadIdx.x].x, staged[w][threadIdx.x].y});
+  out[threadIdx.x] = {all.top, all.mass};
+}
+
 /// Thread block x of the cut, or behind these the tail, of task y, and of its head z where each has a list.
 /// `kFragments` of queries are multiplied with what is read.
 template <std::uint32_t kHeadDim, std::uint32_t kFragments, bool kForesees>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     score_int4_kernel(const __grid_constant__ TaskArray<ScoreInt4Task> tasks,
-                      const __grid_constant__ Foresight foresight, const ScoreInt4Shape shape, Cut cut) {
+                      const __grid_constant__ Foresight foresight, const ScoreSums sums, const ScoreInt4Shape shape,
+                      Cut cut) {
   __shared__ Shared<kHeadDim> s;
+  __shared__ float2 staged_sums[kWarps][kHeads];
   constexpr std::uint32_t kAtOnce = kFragments * kTileHeads;
   __shared__ foresight::Staged<kWarps, kAtOnce, kForesees ? 256 / kAtOnce : 1> staged;
   detail::wait_for_kernel_before();
@@ -158,6 +195,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                        .out = s.task.out + std::uint64_t{part.first_head + first + head} * part.stride + lane_row()};
     }
     std::uint32_t found[kFragments] = {};
+    detail::PowerSum weighed[kFragments];
 #pragma unroll 1
     for (std::uint32_t turn = 0; turn < cut.chunks; ++turn) {
       const std::uint32_t at = part.first(turn);
@@ -183,6 +221,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                                              s, products, params, f, head, part, at, number, eligible, scores)
                                        : score_turn<false, kHeadDim, kFragments, kForesees>(
                                              s, products, params, f, head, part, at, number, eligible, scores);
+        if (sums.sums != nullptr) weigh(weighed[f], scores, sums.softcap);
         if constexpr (kForesees) {
           // What is chosen is often close together: most turns have nothing to add, or of one octet.
 #pragma unroll 1
@@ -202,25 +241,29 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       __syncthreads();
       finder.write(staged, heads);
     }
+    if (sums.sums != nullptr) {
+      const std::uint64_t block = std::uint64_t{blockIdx.y} * cut.blocks + blockIdx.x;
+      put_sums(weighed, staged_sums, heads, sums.sums + block * group + part.first_head + first);
+    }
   }
 }
 
 /// Of rows of `total` tokens together, the longest of `longest`.
-Cut cut_for(std::uint64_t total, std::uint32_t longest, const ScoreInt4Shape& shape) {
+Cut cut_for(std::uint64_t total, std::uint32_t longest, std::uint32_t multiprocessors) {
   if (longest == 0) return {};
-  return cut_of(static_cast<std::uint32_t>(div_up(total, longest)), longest, shape.multiprocessors * kBlocksPerSm);
+  return cut_of(static_cast<std::uint32_t>(div_up(total, longest)), longest, multiprocessors * kBlocksPerSm);
 }
 
 /// One fragment has room for four heads, and is enough, too, where thread blocks have one each: heads with a list of
 /// their own, `grid.z` of them. Rows without lists beside those read their codes once for every four heads.
 template <bool kForesees>
-void launch(const TaskArray<ScoreInt4Task>& tasks, const Foresight& foresight, const ScoreInt4Shape& shape,
-            const Cut& cut, const dim3& grid, cudaStream_t stream) {
+void launch(const TaskArray<ScoreInt4Task>& tasks, const Foresight& foresight, const ScoreSums& sums,
+            const ScoreInt4Shape& shape, const Cut& cut, const dim3& grid, cudaStream_t stream) {
   const bool few = grid.z != 1 || shape.group <= kTileHeads;
   KernelHeadDims::with(shape.layout.head_dim, [&](auto dim) {
     OverlappingLaunch(grid, kThreads, 0, stream)
         .run(few ? score_int4_kernel<dim(), 1, kForesees> : score_int4_kernel<dim(), 2, kForesees>,
-             "launch the score_int4 kernel", tasks, foresight, shape, cut);
+             "launch the score_int4 kernel", tasks, foresight, sums, shape, cut);
   });
 }
 
@@ -240,23 +283,32 @@ void launch_score_int4(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Sha
     longest = std::max(longest, row);
   }
   if (total == 0 && !tails) return;
-  const Cut cut = cut_for(total, longest, shape);
-  launch<false>(tasks, {}, shape, cut, dim3(cut.blocks + (tails ? 1 : 0), tasks.count, heads), stream);
+  const Cut cut = cut_for(total, longest, shape.multiprocessors);
+  launch<false>(tasks, {}, {}, shape, cut, dim3(cut.blocks + (tails ? 1 : 0), tasks.count, heads), stream);
 }
 
 void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uint32_t longest, bool lists,
-                       const Foresight& foresight, const ScoreInt4Shape& shape, cudaStream_t stream) {
+                       const Foresight& foresight, const ScoreSums& sums, const ScoreInt4Shape& shape,
+                       cudaStream_t stream) {
   if (count == 0 || longest == 0) return;
   TaskArray<ScoreInt4Task> array;
   array.queued = tasks;
   array.count = count;
-  const Cut cut = cut_for(std::uint64_t{count} * longest, longest, shape);
+  const Cut cut = cut_for(std::uint64_t{count} * longest, longest, shape.multiprocessors);
   const dim3 grid(cut.blocks, count, lists ? shape.group : 1);
   if (foresight.bounds != nullptr && !lists) {
-    launch<true>(array, foresight, shape, cut, grid, stream);
+    launch<true>(array, foresight, sums, shape, cut, grid, stream);
   } else {
-    launch<false>(array, {}, shape, cut, grid, stream);
+    launch<false>(array, {}, sums, shape, cut, grid, stream);
   }
+}
+
+std::uint32_t score_int4_blocks(std::uint32_t count, std::uint32_t longest, std::uint32_t multiprocessors) {
+  return cut_for(std::uint64_t{count} * longest, longest, multiprocessors).blocks;
+}
+
+std::uint32_t score_int4_most_blocks(std::uint32_t count, std::uint32_t longest, std::uint32_t multiprocessors) {
+  return most_blocks(count, longest, multiprocessors * kBlocksPerSm);
 }
 
 void load_score_int4_kernels() {

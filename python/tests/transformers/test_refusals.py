@@ -98,6 +98,14 @@ def test_models(make: Maker, words: str) -> None:
     assert model.config._attn_implementation == before and "generate" not in vars(model)
 
 
+def test_a_policy_whose_queries_are_rehearsed() -> None:
+    model = llama()
+    with pytest.raises(sluice.Unsupported, match="infinigen chooses by rehearsed queries"):
+        enabled(model, policy="infinigen")
+    with enabled(model):  # Nothing has changed.
+        pass
+
+
 def test_a_model_twice() -> None:
     model = llama()
     with enabled(model):

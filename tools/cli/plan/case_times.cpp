@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "scheduler/plan/forward_rows.hpp"
 #include "tools/cli/engine_columns.hpp"
 #include "tools/cli/text/report.hpp"
 #include "tools/llama/graph.hpp"
@@ -46,12 +47,16 @@ void add(const ForwardTrace& trace, std::uint32_t layers, bool streams, Samples&
 
 }  // namespace
 
+double scored_share(const PolicySpec& policy, double counted) noexcept {
+  return counted == 0.0 && scheduler::chooser(policy) == scheduler::Chooser::cpu ? 1.0 : counted;
+}
+
 CaseTimes time_case(SyntheticForwardsOptions options, const SyntheticLayer& layer, const DeviceSteps& steps,
                     const std::shared_ptr<Device>& device, std::uint32_t warm_up) {
   const bool graph = can_capture(*device, options.handover);
   const std::uint32_t timed = layer.options().steps - warm_up;
   const PageLayout& layout = layer.options().layout;
-  CaseTimes times;
+  CaseTimes times{.rows = options.rows};
   {
     SyntheticForwards forwards(options, layer, steps, device);
     (void)forwards.time(warm_up, graph);
@@ -64,7 +69,10 @@ CaseTimes time_case(SyntheticForwardsOptions options, const SyntheticLayer& laye
     times.waited_us = 1e-3 * per_layer(stats.waited_ns);
     times.answer_us = 1e-3 * per_layer(stats.answer_ns);
     times.far_bytes = 2.0 * static_cast<double>(layout.row_bytes()) * per_layer(stats.far_tokens);
-    times.scored_bytes = static_cast<double>(layout.row_bytes()) * per_layer(stats.scored);
+    const double tokens = layer.options().tokens + warm_up + 0.5 * timed;
+    const double all = tokens * options.rows * layer.options().shape.kv_heads;
+    times.scored_share = scored_share(options.policy, per_layer(stats.scored) / all);
+    times.scored_bytes = static_cast<double>(layout.row_bytes()) * all * times.scored_share;
   }  // One engine after the other, so that only one holds memory.
   Samples samples;
   bool warm = false;
@@ -83,9 +91,9 @@ CaseTimes time_case(SyntheticForwardsOptions options, const SyntheticLayer& laye
   return times;
 }
 
-void correct(CaseTimes& times, double forward_us_per_layer) {
+void correct(CaseTimes& times) {
   constexpr double kLeast = 0.1;  // Of what was stamped.
-  const double wanted = times.layer_us - forward_us_per_layer - times.waited_us;
+  const double wanted = times.layer_us - times.apart_us - times.waited_us;
   double stamped = 0.0;
   std::uint32_t stages = 0;
   for (std::uint32_t i = 0; i < kStages; ++i) {

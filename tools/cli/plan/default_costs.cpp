@@ -17,11 +17,6 @@ double us_of(const CaseTimes& times, Stage stage) noexcept {
   return times.ran[at(stage)] ? times.stage_us[at(stage)] : 0.0;
 }
 
-/// `choose` does nothing where tokens are counted, and `attend` nothing where `split` attends.
-double split_to_attend_us(const CaseTimes& times) noexcept {
-  return us_of(times, Stage::choose) + us_of(times, Stage::split) + us_of(times, Stage::attend);
-}
-
 /// The plain case of the wide one's length.
 const CaseTimes& nearest(const DefaultCases& cases) noexcept {
   const auto apart = [&](const CaseTimes& times) {
@@ -30,7 +25,13 @@ const CaseTimes& nearest(const DefaultCases& cases) noexcept {
   return *std::ranges::min_element(cases.plain, {}, apart);
 }
 
-void tell_near_apart(CaseTimes& times, double near_us) {
+}  // namespace
+
+double split_to_attend_us(const CaseTimes& times) noexcept {
+  return us_of(times, Stage::choose) + us_of(times, Stage::split) + us_of(times, Stage::attend);
+}
+
+void set_attend_us(CaseTimes& times, double near_us) noexcept {
   const double all = split_to_attend_us(times);
   const double attend = std::min(all, std::max(us_of(times, Stage::attend), near_us));
   times.ran[at(Stage::attend)] = true;
@@ -38,8 +39,6 @@ void tell_near_apart(CaseTimes& times, double near_us) {
   times.stage_us[at(Stage::choose)] = 0.0;
   times.stage_us[at(Stage::split)] = all - attend;
 }
-
-}  // namespace
 
 void tell_near_apart(DefaultCases& cases, double device_gbps) {
   if (!cases.wide || cases.plain.empty()) return;
@@ -52,8 +51,8 @@ void tell_near_apart(DefaultCases& cases, double device_gbps) {
   // No faster than the device reads, whatever a machine did that had other work between the two.
   const double gbps = std::min(1.0, grown->share) * device_gbps;
   const auto near_us = [&](const CaseTimes& times) { return near_bytes(times) / (gbps * scheduler::kBytesPerUs); };
-  for (CaseTimes& times : cases.plain) tell_near_apart(times, near_us(times));
-  tell_near_apart(*cases.wide, near_us(*cases.wide));
+  for (CaseTimes& times : cases.plain) set_attend_us(times, near_us(times));
+  set_attend_us(*cases.wide, near_us(*cases.wide));
 }
 
 scheduler::StageCosts default_costs(const DefaultCases& cases, double device_gbps) {

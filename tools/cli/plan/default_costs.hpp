@@ -15,6 +15,12 @@ struct DefaultCases {
   std::optional<CaseTimes> wide{};
 };
 
+/// What `choose`, `split` and `attend` take together. `choose` does nothing where tokens are counted, and `attend`
+/// nothing where `split` attends.
+[[nodiscard]] double split_to_attend_us(const CaseTimes& times) noexcept;
+/// Makes `attend` as much of it as that at least, and `split` the rest.
+void set_attend_us(CaseTimes& times, double near_us) noexcept;
+
 /// Makes `attend` of all cases what near rows take, wherever they are attended: of what `choose`, `split` and `attend`
 /// take together, what is more in the wide case is its near rows'. A device may attend in `split` what that finds, with
 /// nothing left for `attend`; then stamps alone tell that near rows cost nothing. Without a wide case nothing changes.

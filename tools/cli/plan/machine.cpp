@@ -106,6 +106,34 @@ void read_costs(const json& document, scheduler::LaneRates& rates) {
   rates.batch = costs_of(*batch, "batch: stages");
 }
 
+std::vector<PolicyCosts> policies_of(const json& document) {
+  std::vector<PolicyCosts> policies;
+  const auto list = document.find("policies");
+  if (list == document.end()) return policies;
+  if (!list->is_array()) throw Error(Errc::corrupt, "policies is " + shown(*list) + "; it must be an array");
+  for (const json& each : *list) {
+    if (!each.is_object()) throw Error(Errc::corrupt, "policies has " + shown(each) + "; it must have objects");
+    PolicyCosts costs{.policy = each.at("policy").get<std::string>()};
+    const std::string where = "policies: " + shortened(costs.policy);
+    try {
+      (void)parse_policy(costs.policy);
+    } catch (const Error& error) {
+      throw Error(Errc::corrupt, where + ": " + error.what());
+    }
+    costs.stages = costs_of(each, where + ": stages");
+    const json batch = each.value("batch", json::object());
+    if (!batch.is_object()) throw Error(Errc::corrupt, where + ": batch is " + shown(batch) + "; it must be an object");
+    costs.batch = costs_of(batch, where + ": batch: stages");
+    const json scored = each.value("scored", json(0.0));
+    constexpr double kMostScored = 16.0;  // Of the tokens: a policy may look at some more than once.
+    if (!scored.is_number() || !(scored.get<double>() >= 0.0 && scored.get<double>() <= kMostScored))
+      throw Error(Errc::corrupt, where + ": scored is " + shown(scored) + "; it must be a number in [0, 16]");
+    costs.scored = scored.get<double>();
+    policies.push_back(std::move(costs));
+  }
+  return policies;
+}
+
 Machine read(const json& document) {
   if (!document.is_object() || document.value("kind", json()) != kKind)
     throw Error(Errc::corrupt, "it describes no machine");
@@ -113,13 +141,15 @@ Machine read(const json& document) {
     throw Error(Errc::corrupt,
                 "schema_version is " + shown(version) + "; " + std::to_string(kMachineVersion) + " is read");
   const std::size_t fields = 3 + kRates.size() + kSizes.size() + document.count("forward_us") +
-                             document.count("stages") + document.count("batch") + document.count("dense");
+                             document.count("stages") + document.count("batch") + document.count("dense") +
+                             document.count("policies");
   if (document.size() > fields) throw Error(Errc::corrupt, "it has fields that no machine has");
   Machine machine{.name = shortened(document.at("name").get<std::string>())};
   for (const RateField& field : kRates) machine.rates.*field.value = rate_of(document, field.key);
   for (const SizeField& field : kSizes) machine.*field.value = size_of(document, field.key);
   read_costs(document, machine.rates);
   if (const auto dense = document.find("dense"); dense != document.end()) machine.dense = cost_of(*dense, "dense");
+  machine.policies = policies_of(document);
   return machine;
 }
 
@@ -151,6 +181,12 @@ Json to_json(const Machine& machine) {
   document["stages"] = costs_json(machine.rates.stages);
   if (machine.rates.batch_rows != 0)
     document["batch"] = {{"rows", machine.rates.batch_rows}, {"stages", costs_json(machine.rates.batch)}};
+  for (const PolicyCosts& costs : machine.policies) {
+    Json entry{{"policy", costs.policy}, {"stages", costs_json(costs.stages)}};
+    if (Json batch = costs_json(costs.batch); !batch.empty()) entry["batch"] = {{"stages", std::move(batch)}};
+    if (costs.scored != 0.0) entry["scored"] = costs.scored;
+    document["policies"].push_back(std::move(entry));
+  }
   return document;
 }
 

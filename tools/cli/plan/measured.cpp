@@ -7,6 +7,7 @@
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/engine_flags.hpp"
 #include "tools/cli/far_flag.hpp"
+#include "tools/cli/plan/case_times.hpp"
 #include "tools/llama/files.hpp"
 #include "tools/llama/json_text.hpp"
 
@@ -28,19 +29,19 @@ Measured read_row(const json& config, const json& row) {
   work.policy = parse_policy(measured.policy);
   work.policy.dense_layers = work.policy.dense_every = 0;  // As it was timed.
   work.policy.rehearsed = false;
-  work.placement = parse_placement(row.at("placement").get<std::string>());
+  work.near_share = config.at("near").get<double>();
+  place(row.at("placement").get<std::string>(), work);
   if (work.placement == PlacementMode::hybrid) work.fetch_share = config.value("fetch_share", 0.f);
   work.page_tokens = work.policy.page_tokens == 0 ? kGpuPageTokens : work.policy.page_tokens;
   work.rows = row.at("rows").get<std::uint32_t>();
   work.tokens = row.at("length_tokens").get<std::uint32_t>() + config.at("warm_up").get<std::uint32_t>() +
                 config.at("steps").get<std::uint32_t>() / 2;
-  work.near_share = config.at("near").get<double>();
   const double near = share_of(row, "near_share");
   work.attended = near + share_of(row, "far_share") + share_of(row, "fetched_share");
   work.attended_known = true;
   work.near_hits = work.attended == 0.0 ? 1.0 : near / work.attended;
   work.promoted = share_of(row, "promoted") / work.rows;
-  work.scored = row.value("scored_share", 0.0);
+  work.scored = scored_share(work.policy, row.value("scored_share", 0.0));
   measured.layer_us = share_of(row, "layer_us");
   measured.dense_us = share_of(row, "dense_us");
   return measured;

@@ -4,6 +4,7 @@
 #include <memory>
 #include <utility>
 
+#include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "sluice/units.hpp"
 #include "tools/cli/bench/shapes.hpp"
@@ -97,12 +98,17 @@ class Plans {
       Workload work{.shape = shape_,
                     .kv_dtype = options_.kv_dtype,
                     .policy = parse_policy(policy),
-                    .near_share = parse_share(options_.near, "--near"),
-                    .near_hits = parse_share(options_.near_hits, "--near-hits"),
                     .attended = parse_share(options_.attended, "--attended")};
       work.page_tokens = page_tokens_for(work.policy, EngineFlags{});
       for (const std::string& placement : split_list(options_.placements)) {
-        work.placement = parse_placement(placement);
+        work.near_share = parse_share(options_.near, "--near");
+        work.near_hits = parse_share(options_.near_hits, "--near-hits");
+        const bool by_cpu = scheduler::chooser(work.policy) == scheduler::Chooser::cpu;
+        place(placement, work);
+        // The CPU attends what it chooses in place.
+        if (by_cpu && work.placement == PlacementMode::hybrid) work.near_hits = 0.0;
+        const PolicyCosts* const costs = like(work.policy, machine_.policies);
+        work.scored = costs != nullptr ? costs->scored : by_cpu ? 1.0 : 0.0;
         work.fetch_share = share_for(work.placement, fetch_share_);
         for (const std::uint32_t tokens : lengths) {
           work.tokens = tokens;
@@ -120,13 +126,14 @@ class Plans {
 
  private:
   void add(const std::string& policy, Workload work) {
-    const std::string name = with_far(policy, options_.far, far_place(work), [&] { return machine_.rates; });
+    const std::string name = with_far(policy, options_.far, far_place(work),
+                                      [&] { return rates_for(work.policy, machine_.policies, machine_.rates); });
     work.policy = parse_policy(name);
     const WorkloadPlan found = plan(work, machine_, options_.weights);
     times_.rows.push_back(plan_row(name, work, machine_, options_.weights, found));
     memory_.rows.push_back(memory_row(name, work, found.memory));
-    const std::string curve = policy + ", " + to_string(work.placement) +
-                              (work.rows == 1 ? "" : ", " + std::to_string(work.rows) + " sequences");
+    const std::string curve =
+        policy + ", " + placement_of(work) + (work.rows == 1 ? "" : ", " + std::to_string(work.rows) + " sequences");
     auto at = std::ranges::find(series_, curve, &PlannedSeries::name);
     if (at == series_.end()) at = series_.insert(at, {.name = curve, .points = {}});
     const auto gib = [](std::uint64_t bytes) { return static_cast<double>(bytes) / static_cast<double>(GiB); };
@@ -222,7 +229,10 @@ void add_plan(CLI::App& app, int& exit_code) {
   command->add_option("--length", options->lengths, "Comma list of context lengths in tokens, K allowed")
       ->capture_default_str();
   command->add_option("--rows", options->rows, "Comma list of numbers of sequences")->capture_default_str();
-  command->add_option("--placements", options->placements, "Comma list of hybrid and stream")->capture_default_str();
+  command
+      ->add_option("--placements", options->placements,
+                   "Comma list of hybrid, stream, and near: device memory has room for all tokens")
+      ->capture_default_str();
   add_fetch_share(*command, options->fetch_share);
   add_kv_dtype(*command, "--kv-dtype", options->kv_dtype, "Element type of keys and values in host memory");
   command->add_option("--near", options->near, "Share of the tokens that device memory has room for")

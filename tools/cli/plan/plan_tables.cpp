@@ -48,7 +48,7 @@ std::vector<Json> memory_row(const std::string& name, const Workload& work, cons
     return memory.far_pages == 0 ? Json() : Json(static_cast<double>(bytes) / static_cast<double>(memory.far_pages));
   };
   return {name,
-          to_string(work.placement),
+          placement_of(work),
           work.tokens,
           work.rows,
           memory.far_pages,
@@ -64,7 +64,7 @@ std::vector<Json> plan_row(const std::string& name, const Workload& work, const 
                            std::uint64_t reserved, const WorkloadPlan& found) {
   const auto busy = [&](Lane lane) { return found.busy_us[static_cast<std::size_t>(lane)] / work.shape.layers; };
   return {name,
-          to_string(work.placement),
+          placement_of(work),
           work.tokens,
           work.rows,
           1e-3 * found.forward_us,
@@ -109,7 +109,7 @@ std::vector<Json> compared_row(const Measured& measured, const WorkloadPlan& fou
   const double planned = found.forward_us / work.shape.layers;
   const double ratio = planned / measured.layer_us;
   return {measured.policy,
-          to_string(work.placement),
+          placement_of(work),
           to_string(work.kv_dtype),
           work.tokens,
           work.rows,

@@ -9,6 +9,7 @@
 #include "scheduler/plan/forward_work.hpp"
 #include "sluice/error.hpp"
 #include "sluice/fetch_share.hpp"
+#include "tools/cli/bench/gpu_cases.hpp"
 #include "tools/cli/engine_flags.hpp"
 
 namespace sluice::tools {
@@ -80,6 +81,21 @@ std::uint32_t largest(std::uint32_t most, const Fit& fit) {
 
 }  // namespace
 
+void place(const std::string& text, Workload& work) {
+  const bool all_near = text == kNear;
+  if (all_near && scheduler::chooser(work.policy) == scheduler::Chooser::cpu)
+    throw Error(Errc::unsupported, "--placements near: policy '" + work.policy.name +
+                                       "' chooses on the CPU, which reads keys in host memory; place it hybrid or "
+                                       "stream");
+  work.placement = all_near ? PlacementMode::hybrid : parse_placement(text);
+  if (all_near) work.near_share = work.near_hits = 1.0;
+}
+
+const char* placement_of(const Workload& work) noexcept {
+  const bool all_near = work.near_share >= 1.0 && work.near_hits >= 1.0;
+  return all_near ? kNear : to_string(work.placement);
+}
+
 WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t reserved) {
   Bucket decoding = options_of(work).largest;
   decoding.prefill_rows = decoding.prefills = 0;
@@ -102,7 +118,8 @@ WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t re
                                                                .chosen = chosen_share(work, rows.front()),
                                                                .promoted = work.promoted * work.rows,
                                                                .scored = work.scored * work.tokens});
-  const std::vector<scheduler::PlannedTime> times = scheduler::estimate(items, machine.rates);
+  const scheduler::LaneRates rates = rates_for(work.policy, machine.policies, machine.rates);
+  const std::vector<scheduler::PlannedTime> times = scheduler::estimate(items, rates);
   WorkloadPlan result;
   for (std::size_t i = 0; i < items.size(); ++i) {
     result.forward_us = std::max(result.forward_us, times[i].end_us);

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "sluice/engine.hpp"
 #include "sluice/trace.hpp"
@@ -29,6 +30,12 @@ struct Workload {
   double promoted = 0.0;        ///< tokens that a forward brings near, of each layer and KV head
   double scored = 0.0;          ///< of its tokens, those whose keys the CPU reads to choose, where it does
 };
+
+/// As `--placements` of `bench gpu` has it: hybrid, stream or near, where all tokens lie in device memory.
+/// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} for a policy of the CPU with all tokens near
+void place(const std::string& text, Workload& work);
+/// As `place` takes it.
+[[nodiscard]] const char* placement_of(const Workload& work) noexcept;
 
 /// What a forward of it takes, attention alone: by the engine's own plan, on the machine's rates.
 struct WorkloadPlan {

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+
+#include "gpu/kernels/mma.cuh"
+
+namespace sluice::gpu::detail {
+
+/// A sum of powers of 2, divided by that of `top`. Less others it may be below 0.
+struct PowerSum {
+  float top = -INFINITY;
+  float mass = 0.f;
+
+  /// Adds those of `x`, of which NaN and -infinity are none.
+  template <std::uint32_t kCount>
+  __device__ __forceinline__ void add(const float (&x)[kCount]) {
+    float each[kCount];
+    float most = top;
+#pragma unroll
+    for (std::uint32_t i = 0; i < kCount; ++i) {
+      each[i] = fmaxf(x[i], -INFINITY);
+      most = fmaxf(most, each[i]);
+    }
+    const float base = fmaxf(most, -FLT_MAX);  // Of nothing, too, the difference is a number.
+    mass *= exp2_fast(top - base);
+#pragma unroll
+    for (std::uint32_t i = 0; i < kCount; ++i) mass += exp2_fast(each[i] - base);
+    top = most;
+  }
+  /// Adds another one, `sign` times.
+  __device__ __forceinline__ void add_sum(const PowerSum& other, float sign = 1.f) {
+    const float most = fmaxf(top, other.top);
+    const float base = fmaxf(most, -FLT_MAX);
+    mass = mass * exp2_fast(top - base) + sign * other.mass * exp2_fast(other.top - base);
+    top = most;
+  }
+  /// Adds that of the lane whose number differs in a bit.
+  __device__ __forceinline__ void add_lane(std::uint32_t bit) {
+    add_sum({__shfl_xor_sync(kAllLanes, top, bit), __shfl_xor_sync(kAllLanes, mass, bit)});
+  }
+  /// Adds those of the lanes whose numbers differ from this one's in bits from `first` on; in each of them.
+  __device__ __forceinline__ void add_lanes(std::uint32_t first = 1) {
+#pragma unroll 1
+    for (std::uint32_t bit = first; bit < 32; bit *= 2) add_lane(bit);
+  }
+};
+
+/// Each of the sums over all lanes, one beside the other.
+template <std::uint32_t kCount>
+__device__ __forceinline__ void add_lanes(PowerSum (&sums)[kCount]) {
+#pragma unroll 1
+  for (std::uint32_t bit = 1; bit < 32; bit *= 2) {
+#pragma unroll
+    for (std::uint32_t i = 0; i < kCount; ++i) sums[i].add_lane(bit);
+  }
+}
+
+}  // namespace sluice::gpu::detail
