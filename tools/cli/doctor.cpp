@@ -150,7 +150,7 @@ void add_doctor(CLI::App& app, int& exit_code) {
   auto* command = app.add_subcommand("doctor", "Say what this machine has, what is missing, and options to begin with");
   command
       ->add_option("--machine", *machine,
-                   "Measure this machine, too, and describe it there for `sluice plan`: a minute with a GPU")
+                   "Measure this machine, too, and describe it there for `sluice plan`: a minute and a half with a GPU")
       ->type_name("FILE");
   add_output(*command, *output);
   command->footer("Exit code 0 if Sluice can be used here, 3 if not.");
