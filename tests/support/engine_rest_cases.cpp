@@ -167,6 +167,23 @@ TEST_CASE("prompts in any chunks, and imported ones, leave the same rest", "[eng
   }
 }
 
+TEST_CASE("forwards of prompts alone make means", "[engine][rest]") {
+  const EngineRig rig = engine_rig();
+  const Story story = story_of(rig, 150, 914);
+  Engine engine(resting(rig), rig.device);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(kTopK))};
+  const Bucket bucket{.decode_rows = 0, .prefill_rows = 50, .prefills = 1};
+  ForwardTensors tensors(*rig.device, kShape, bucket.rows());
+  while (teller.at < 130) {
+    const std::uint32_t count = std::min(bucket.prefill_rows, 130 - teller.at);
+    for (std::uint32_t i = 0; i < count; ++i) tensors.set(i, story, teller.at + i);
+    const std::array items{PlanItem{.sequence = teller.id, .tokens = count, .prefill = true}};
+    (void)run_batch(engine, rig, tensors, items, bucket);
+    teller.at += count;
+  }
+  goes_on(engine, rig, teller, kPicks, 20);
+}
+
 TEST_CASE("forks and shortened sequences go on with the means of what they have", "[engine][rest]") {
   const EngineRig rig = engine_rig();
   const Story story = story_of(rig, 260, 906);

@@ -304,6 +304,7 @@ void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uin
 }
 
 std::uint32_t score_int4_blocks(std::uint32_t count, std::uint32_t longest, std::uint32_t multiprocessors) {
+  if (count == 0) return 0;  // A forward of prompts alone.
   return cut_for(std::uint64_t{count} * longest, longest, multiprocessors).blocks;
 }
 
