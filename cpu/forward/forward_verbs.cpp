@@ -196,6 +196,10 @@ void ForwardVerbs::signal(const ForwardMemory& memory, std::uint64_t ticket, voi
   queue(memory, stream, "signal",
         [memory, ticket] { shared(memory.mailbox->question.passed).store(ticket, std::memory_order_release); });
 }
+void ForwardVerbs::tell_read(const ForwardMemory& memory, std::uint64_t forward, void* stream) {
+  queue(memory, stream, "tell_read",
+        [memory, forward] { shared(memory.slip->read).store(forward, std::memory_order_release); });
+}
 void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });
 }

@@ -33,6 +33,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   void fetch(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void await_answer(const ForwardMemory& memory, void* stream) override;
   void signal(const ForwardMemory& memory, std::uint64_t ticket, void* stream) override;
+  void tell_read(const ForwardMemory& memory, std::uint64_t forward, void* stream) override;
   [[nodiscard]] bool capturing(void*) const override { return false; }
   void merge(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void audit(const ForwardMemory& memory, const ForwardLayer& layer) override;

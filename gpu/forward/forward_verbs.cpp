@@ -195,6 +195,11 @@ void ForwardVerbs::signal(const ForwardMemory& memory, std::uint64_t ticket, voi
   launch_signal(&memory.mailbox->question.passed, ticket, handle(stream));
 }
 
+void ForwardVerbs::tell_read(const ForwardMemory& memory, std::uint64_t forward, void* stream) {
+  const CurrentDevice current(ordinal_);
+  launch_signal(&memory.slip->read, forward, handle(stream));
+}
+
 bool ForwardVerbs::capturing(void* stream) const {
   const CurrentDevice current(ordinal_);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

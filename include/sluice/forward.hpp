@@ -248,6 +248,7 @@ struct ForwardSlip {
   std::uint32_t list_changes = 0;
   std::uint32_t freed_blocks = 0;
   std::uint32_t block_copies = 0;
+  std::uint64_t read = 0;  ///< by the device: ForwardVerbs::tell_read's forward, if that was called
 };
 
 /// The device's own memory of where it is.

@@ -228,6 +228,9 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
                                  std::uint32_t queries) {
   if (copies.size() + wanted.size() * memory.stacks().count() > copies.capacity())
     throw Error(Errc::device, "plan: too many plans could not be enqueued; is the stream one of the engine's device?");
+  if (!programs.has_free_slip())
+    throw Error(Errc::device,
+                "plan: the device has not got to plans that failed, or has failed itself; build another engine");
   for (const auto& [sequence, item] : wanted)
     if (item.prefill) drop_look(*sequence);  // What it reads is about to change.
   const std::uint64_t forward = planned + 1;
@@ -242,6 +245,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
   }
   programs.push(std::move(program));
   ++planned;  // Whether it is enqueued or not: what failed may yet run.
+  bool applied = false;
   try {
     grow(wanted);
     const std::vector<ForwardClustering> clusterings = due_clusterings(wanted);
@@ -252,6 +256,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     choice.expect(forward, m.slip->after, choosing_rows(m, wanted, programs.newest()));
     write_lists(m, wanted);
     if (bucket.trace) begin_trace(m);
+    applied = true;
     verbs.apply(m, *side, stream);
     if (m.promotions != 0) verbs.fill(m, *side, stream);
     if (!clusterings.empty()) verbs.cluster(m, clusterings, stream);
@@ -260,6 +265,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     choice.forget(forward);
     runtime::Program failed = programs.take(forward);
     for (std::size_t i = 0; i < wanted.size(); ++i) give_back(*wanted[i].sequence, failed, i);
+    if (applied) await_read(m, failed);
     throw;
   }
   for (const auto& [sequence, item] : wanted) {

@@ -56,6 +56,17 @@ ForwardStatus status_at(ForwardMailbox& mailbox, std::uint64_t forward) noexcept
 
 }  // namespace
 
+void Engine::Impl::await_read(const ForwardMemory& m, const runtime::Program& failed) {
+  try {
+    verbs.tell_read(m, failed.forward, failed.stream);
+    const std::atomic_ref<std::uint64_t> read(m.slip->read);
+    const auto ready = [&] { return read.load(std::memory_order_acquire) == failed.forward; };
+    if (comes(ready, options.timeout, Patience::naps, [&] { verbs.require_alive(failed.stream); })) return;
+  } catch (const Error&) {  // What made the plan fail is told, not this.
+  }
+  programs.lose(failed.slip);
+}
+
 ForwardStatus Engine::Impl::await_end(std::uint64_t forward) {
   const runtime::Program& program = *programs.find(forward);
   if (program.ended) return *program.ended;

@@ -256,6 +256,8 @@ struct Engine::Impl : cpu::Kept {
   /// Hands the plan to the device, and counts its tokens as planned.
   /// `queries`: that come with prompts of a bucket without chunks, of the newest tokens.
   std::uint64_t send(std::vector<Wanted> wanted, const Bucket& bucket, void* stream, std::uint32_t queries = 0);
+  /// Behind a plan that failed when the device may have begun to read it: until it has, or its slip is lost.
+  void await_read(const ForwardMemory& m, const runtime::Program& failed);
 
   // Prompts.
   /// What a forward that came to nothing has bet for item `item`, of a sequence, never was.

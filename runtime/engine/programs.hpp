@@ -53,12 +53,15 @@ class Programs {
 
   [[nodiscard]] bool empty() const noexcept { return programs_.empty(); }
   [[nodiscard]] bool full() const noexcept { return programs_.size() >= most_; }
-  /// A slip that none of them is planned by; there must be one.
+  /// A slip that none of them is planned by, and that is not lost; there must be one.
   [[nodiscard]] std::uint32_t free_slip() const noexcept {
     std::uint32_t slip = 0;
-    while (std::ranges::find(programs_, slip, &Program::slip) != programs_.end()) ++slip;
+    while (std::ranges::find(programs_, slip, &Program::slip) != programs_.end() || is_lost(slip)) ++slip;
     return slip;
   }
+  [[nodiscard]] bool has_free_slip() const noexcept { return programs_.size() + lost_.size() < most_; }
+  /// The device may read it at any time, and nobody can tell when it has: it is used no more.
+  void lose(std::uint32_t slip) { lost_.push_back(slip); }
   [[nodiscard]] std::deque<Program>& all() noexcept { return programs_; }
   [[nodiscard]] const std::deque<Program>& all() const noexcept { return programs_; }
   [[nodiscard]] Program& newest() noexcept { return programs_.back(); }
@@ -83,8 +86,13 @@ class Programs {
   }
 
  private:
+  [[nodiscard]] bool is_lost(std::uint32_t slip) const noexcept {
+    return std::ranges::find(lost_, slip) != lost_.end();
+  }
+
   std::uint32_t most_;
   std::deque<Program> programs_;
+  std::vector<std::uint32_t> lost_;
 };
 
 }  // namespace sluice::runtime

@@ -72,6 +72,9 @@ class ForwardingVerbs : public ForwardVerbs {
   void signal(const ForwardMemory& memory, std::uint64_t ticket, void* stream) override {
     inner_.signal(memory, ticket, stream);
   }
+  void tell_read(const ForwardMemory& memory, std::uint64_t forward, void* stream) override {
+    inner_.tell_read(memory, forward, stream);
+  }
   [[nodiscard]] bool capturing(void* stream) const override { return inner_.capturing(stream); }
   void merge(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.merge(memory, layer); }
   void audit(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.audit(memory, layer); }
