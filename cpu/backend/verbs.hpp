@@ -73,8 +73,8 @@ inline void write_row(const Kernels& kernels, const PageLayout& layout, const fl
   kernels_for(kernels, layout.dtype).narrow(in, row, layout.head_dim);
 }
 
-/// The mean of the values of a full page, in the dtype of near rows: the sum in the order of the rows, float32, then one
-/// division.
+/// The mean of the values of a full page, in the dtype of near rows: the sum in the order of the rows, float32, then
+/// one division.
 void value_mean(const Kernels& kernels, const PageLayout& layout, const std::byte* page, std::byte* out) noexcept;
 
 /// Below this a thread is done (40 us at 12 GB/s) before others have woken up (5 to 10 us) and helped; small

@@ -96,8 +96,7 @@ void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer)
   const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
   launch_score_int4(scratch.score_tasks, memory.bucket.decode_rows * memory.shape.kv_heads,
-                    memory.scores_in(memory.bucket), memory.bucket.pages,
-                    foresight_of(memory, scratch, layer.layer),
+                    memory.scores_in(memory.bucket), memory.bucket.pages, foresight_of(memory, scratch, layer.layer),
                     {.sums = scratch.scored.sums, .softcap = memory.shape.softcap},
                     {.layout = Int4Layout(memory.layout),
                      .dtype = memory.layout.dtype,

@@ -114,7 +114,8 @@ class ForwardVerbs {
   virtual void await_answer(const ForwardMemory& memory, void* stream) = 0;
   /// Writes `ticket` to ForwardMailbox::Question::passed when what was enqueued before is done, and can be seen.
   virtual void signal(const ForwardMemory& memory, std::uint64_t ticket, void* stream) = 0;
-  /// Writes `forward` to ForwardSlip::read when what was enqueued before is done, for a plan that failed behind `apply`.
+  /// Writes `forward` to ForwardSlip::read when what was enqueued before is done, for a plan that failed behind
+  /// `apply`.
   virtual void tell_read(const ForwardMemory& memory, std::uint64_t forward, void* stream) = 0;
   /// Whether what is enqueued on `stream` is being captured instead of run.
   [[nodiscard]] virtual bool capturing(void* stream) const = 0;

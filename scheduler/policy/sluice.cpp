@@ -3,9 +3,9 @@
 // one code per key does not. On a GPU all codes of a layer are read at the rate of its memory. What has been attended
 // before and comes again is brought near by the engine, which is no part of the policy.
 //
-// All that is not attended is one token more, of the weight that the codes say and the mean of the values: so few tokens
-// are enough. On two small models with 32,000 tokens it differs as little from dense attention as four times as many
-// tokens do with that mean, and ten times less than these without:
+// All that is not attended is one token more, of the weight that the codes say and the mean of the values: so few
+// tokens are enough. On two small models with 32,000 tokens it differs as little from dense attention as four times as
+// many tokens do with that mean, and ten times less than these without:
 //   sluice eval --model DIR --tasks kv,multi,table --lengths 32000 --count 16 --paired --policies
 //     'full;sluice;sluice | top_k=max(64, 1%);sluice | top_k=max(64, 1%) | rest=none'
 

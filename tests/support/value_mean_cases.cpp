@@ -75,7 +75,8 @@ TEST_CASE("the mean of a page's values, whatever their size, and of no number no
       CAPTURE(c);
       const double got = load_element(task.out, near.dtype, c);
       REQUIRE(std::isnan(got) == std::isnan(want[c]));
-      if (!std::isnan(got)) REQUIRE(std::abs(got - want[c]) <= step * std::max(std::abs(want[c]), c % 17 == 3 ? 30.0 : 0.1));
+      if (!std::isnan(got))
+        REQUIRE(std::abs(got - want[c]) <= step * std::max(std::abs(want[c]), c % 17 == 3 ? 30.0 : 0.1));
     }
     for (std::uint64_t b = near.row_bytes(); b < 2 * near.row_bytes(); ++b) REQUIRE(task.out[b] == kUntouched);
   }

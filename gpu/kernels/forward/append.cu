@@ -202,8 +202,7 @@ __device__ __noinline__ void mean_of_page_before(const ForwardMemory& m, const F
                                                  std::uint32_t plane) {
   if (token.position == 0 || (token.position & (m.layout.page_tokens - 1)) != 0) return;
   const std::uint32_t block = m.row_of(token.list, token.position - 1) >> m.page_shift;
-  detail::mean_page<kType>(m.far_block(plane, block), m.value_mean_of(plane, block), m.far_layout,
-                           threadIdx.x % kWarp);
+  detail::mean_page<kType>(m.far_block(plane, block), m.value_mean_of(plane, block), m.far_layout, threadIdx.x % kWarp);
 }
 
 /// Whether tokens of a page may come with one launch, so that means of pages take another one. Else a forward's tokens

@@ -69,7 +69,10 @@ struct Rest {
   std::uint32_t parts, group, head_dim;
 
   __device__ Rest(const ForwardMemory& m, std::uint32_t list, std::uint32_t parts)
-      : out(m.rest_out_of(list)), mass(reinterpret_cast<const float2*>(m.rest_mass_of(list))), parts(parts), group(m.shape.group()),
+      : out(m.rest_out_of(list)),
+        mass(reinterpret_cast<const float2*>(m.rest_mass_of(list))),
+        parts(parts),
+        group(m.shape.group()),
         head_dim(m.shape.head_dim) {}
   /// Its lse to a query head of the group; kEmptyLse: nothing.
   [[nodiscard]] __device__ float weight(std::uint32_t h) const {
@@ -180,8 +183,7 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, std::ui
   for (std::uint32_t at = 4 * threadIdx.x; at < heads * head_dim; at += 4 * kThreads) {
     const std::uint32_t draft = draft_of(at / head_dim);
     std::byte* const out = layer.out.row(packed + draft, head * own + at / head_dim - draft * own);
-    put_out(layer, out, at % head_dim, weights[at / head_dim], near, m.fetched_out + first * head_dim + at, far,
-            rests);
+    put_out(layer, out, at % head_dim, weights[at / head_dim], near, m.fetched_out + first * head_dim + at, far, rests);
     rests = rest_out(at + 4 * kThreads);
     near = near_out(at + 4 * kThreads);
     far = far_out(at + 4 * kThreads);

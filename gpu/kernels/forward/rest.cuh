@@ -18,8 +18,8 @@ struct RestShared {
   float masses[kWarps][kRestHeads];
 };
 
-/// Of the scores that a block has a share of, for query head `first` + the thread's number modulo kRestHeads. A thread's
-/// first sum is on its way while others are weighed; few have a second one.
+/// Of the scores that a block has a share of, for query head `first` + the thread's number modulo kRestHeads. A
+/// thread's first sum is on its way while others are weighed; few have a second one.
 class Scored {
  public:
   __device__ Scored(const ForwardMemory& m, const Work& work, const Part& part, const ScoredRows& rows,
@@ -44,8 +44,8 @@ class Scored {
   float2 read_ = {-INFINITY, 0.f};
 };
 
-/// Of the tokens that are marked in the block's part, for heads [first, first + kRestHeads) of the group. A warp takes a
-/// word, a few at a time: of most words no token is marked.
+/// Of the tokens that are marked in the block's part, for heads [first, first + kRestHeads) of the group. A warp takes
+/// a word, a few at a time: of most words no token is marked.
 __device__ __forceinline__ void weigh_marked(const ForwardMemory& m, const Work& work, const Marks& marks,
                                              std::uint32_t first, PowerSum (&sums)[kRestHeads]) {
   constexpr std::uint32_t kAtOnce = 4;

@@ -36,7 +36,8 @@ void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uin
                        const Foresight& foresight, const ScoreSums& sums, const ScoreInt4Shape& shape,
                        cudaStream_t stream);
 /// Thread blocks of a row there; of one that is shorter the first of them have all of it, see score_int4::Cut.
-[[nodiscard]] std::uint32_t score_int4_blocks(std::uint32_t count, std::uint32_t longest, std::uint32_t multiprocessors);
+[[nodiscard]] std::uint32_t score_int4_blocks(std::uint32_t count, std::uint32_t longest,
+                                              std::uint32_t multiprocessors);
 /// Rows times thread blocks of each, of no more rows and none longer.
 [[nodiscard]] std::uint32_t score_int4_most_blocks(std::uint32_t count, std::uint32_t longest,
                                                    std::uint32_t multiprocessors);
