@@ -139,7 +139,8 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   }
   if (memory.keeps_means) {
     choice.scored.sums = carver.take<float2>(
-        score_int4_most_blocks(heads, memory.scores_in(largest), multiprocessors_) * std::uint64_t{rows.shape.group()});
+        score_int4_most_blocks(heads, memory.scores_in(largest), multiprocessors_) *
+        (std::uint64_t{rows.shape.group()} * largest.drafts));  // Teams are fewer, with as many times the heads.
     choice.scored.blocks = score_int4_blocks(memory.bucket.decode_rows * memory.shape.kv_heads,
                                              memory.scores_in(memory.bucket), multiprocessors_);
   }

@@ -52,7 +52,8 @@ class Programs {
   explicit Programs(std::uint32_t most) : most_(most) {}
 
   [[nodiscard]] bool empty() const noexcept { return programs_.empty(); }
-  [[nodiscard]] bool full() const noexcept { return programs_.size() >= most_; }
+  /// Whether one of them has to end before there is room for another.
+  [[nodiscard]] bool full() const noexcept { return !programs_.empty() && !has_free_slip(); }
   /// A slip that none of them is planned by, and that is not lost; there must be one.
   [[nodiscard]] std::uint32_t free_slip() const noexcept {
     std::uint32_t slip = 0;

@@ -43,3 +43,19 @@ TEST_CASE("a cut has all tokens, in as few turns as thread blocks that run at on
     }
   }
 }
+
+TEST_CASE("sums of thread blocks have room, of all rows and of fewer, of teams of them, and of shorter ones", "[score]") {
+  for (const std::uint32_t heads : {1u, 8u, 16u, 64u, 256u, 1000u}) {
+    for (const std::uint32_t tokens : {256u, 8448u, 65'792u, 524'544u}) {
+      const std::uint64_t room = gpu::score_int4::most_blocks(heads, tokens, kRoom);
+      for (std::uint32_t drafts = 1; drafts <= 8; ++drafts) {
+        for (std::uint32_t rows = 1; rows <= heads / drafts; rows = rows < 8 ? rows + 1 : 2 * rows) {
+          for (std::uint32_t shorter = tokens; shorter != 0; shorter /= 3) {
+            CAPTURE(heads, tokens, drafts, rows, shorter);
+            REQUIRE(std::uint64_t{cut_of(rows, shorter, kRoom).blocks} * rows * drafts <= room * drafts);
+          }
+        }
+      }
+    }
+  }
+}

@@ -184,6 +184,27 @@ TEST_CASE("forwards of prompts alone make means", "[engine][rest]") {
   goes_on(engine, rig, teller, kPicks, 20);
 }
 
+TEST_CASE("tokens of a sequence that are decoded at once, each by itself, have the means of pages that they fill",
+          "[engine][rest]") {
+  const EngineRig rig = engine_rig();
+  const std::uint32_t near = GENERATE(0u, 9u);
+  const Story story = story_of(rig, 300, 915);
+  Engine engine(resting(rig, 5, near), rig.device);
+  Teller teller = begun(engine, rig, story, kTopK, 250);
+  const Bucket bucket{.decode_rows = 5, .unbounded = true};
+  for (const std::uint32_t count : {5u, 3u, 4u, 5u, 1u, 5u, 5u, 5u}) {
+    const std::uint32_t first = teller.at;
+    const auto rows = drafts::run(engine, rig, bucket, {{&teller, count}})[0];
+    for (std::uint32_t i = 0; i < count; ++i) {
+      for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
+        CAPTURE(first, i, layer);
+        const Attention want = attended_with_rest(story, kShape, layer, first + i, kPicks);
+        REQUIRE(off_in_layer(rows[i].out, want.out, layer) < tolerance(rig));
+      }
+    }
+  }
+}
+
 TEST_CASE("forks and shortened sequences go on with the means of what they have", "[engine][rest]") {
   const EngineRig rig = engine_rig();
   const Story story = story_of(rig, 260, 906);

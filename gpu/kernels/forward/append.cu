@@ -205,10 +205,10 @@ __device__ __noinline__ void mean_of_page_before(const ForwardMemory& m, const F
   detail::mean_page<kType>(m.far_block(plane, block), m.value_mean_of(plane, block), m.far_layout, threadIdx.x % kWarp);
 }
 
-/// Whether tokens of a page may come with one launch, so that means of pages take another one. Else a forward's tokens
-/// are of as many sequences, and those before them have come.
+/// Whether tokens of a page may come with one launch, so that means of pages take another one: those of a prompt, of a
+/// team, and of a sequence that decodes several at once.
 __host__ __device__ constexpr bool means_apart(const ForwardMemory& m, const ForwardLayer& layer) {
-  return layer.out.tokens == 0 || m.bucket.prefills != 0 || m.bucket.drafts != 1;
+  return layer.out.tokens == 0 || m.bucket.prefills != 0 || m.bucket.decode_rows != 1;
 }
 
 /// Thread block (x, y): packed row x, KV head y; and row x of those that choose.
