@@ -48,8 +48,8 @@ void settle(const Plane& plane, const Arriving& arriving) {
 }
 
 // Sinks and recent tokens whoever has to give way, then rows that were attended again; then, if none of these had to
-// ask for near rows that were attended not long ago, those that
-/// were attended once. Where near memory is scarce a single use is worth less than what it would drive out.
+// ask for near rows that were attended not long ago, those that were attended once. Where near memory is scarce a
+// single use is worth less than what it would drive out.
 void place(const Plane& plane, const Arriving& arriving, Forward forward) {
   constexpr std::uint32_t kLastTwo = 1;  // This forward, and the one that listed them.
   const auto kinds = {&ForwardArrivals::always, &ForwardArrivals::again, &ForwardArrivals::first};

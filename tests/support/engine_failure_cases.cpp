@@ -91,6 +91,37 @@ TEST_CASE("what a graph is not to repeat is refused on a captured stream, by nam
   }
 }
 
+TEST_CASE("what a plan was written to is used no more if nobody knows whether it was read", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const auto device = std::make_shared<RefusingDevice>(rig.device);
+  EngineOptions options = options_for(rig, 1, 40, 4);
+  options.in_flight = 2;
+  Engine engine(options, device);
+  const Story story(kShape, 104, 9);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=10 | near=0,sinks=2,recent=6"))};
+  import_story(engine, rig, teller, 100);
+  const auto plan = [&] { return engine.plan(one_each({&teller.id, 1}), engine.options().largest, rig.stream); };
+  const auto fails = [&] {
+    device->verbs.fails = device->verbs.mute = true;
+    REQUIRE(refusal_of([&] { (void)plan(); }).text.find("fails behind this plan") != std::string::npos);
+    device->verbs.mute = false;
+  };
+  fails();
+  // One of two is left.
+  const Batch batch = plan();
+  REQUIRE(code_of([&] { (void)plan(); }) == Errc::invalid_argument);
+  engine.cancel(batch);
+  ForwardTensors tensors(*rig.device, kShape, 1);
+  const auto out = run_forward(engine, rig, tensors, {&teller});
+  REQUIRE(error_of(out[0], story, teller.at - 1, 2, 6, 10) < kTolerance);
+  fails();
+  const Refusal refusal = refusal_of([&] { (void)plan(); });
+  REQUIRE(refusal.code == Errc::device);
+  REQUIRE(refusal.text.find("build another engine") != std::string::npos);
+  REQUIRE(engine.tokens(teller.id) == teller.at);
+  rig.synchronize();
+}
+
 TEST_CASE("an import that does not get to its last layer is begun again or ends with its sequence", "[engine]") {
   const EngineRig rig = engine_rig();
   Engine engine(options_for(rig, 1, 40, 3), rig.device);

@@ -75,6 +75,18 @@ void begin_in_vain(Engine& engine, const EngineRig& rig, ForwardTensors& tensors
   engine.cancel(batch);
 }
 
+/// The same sequences without near rows and with some, whose device refuses plans if it is told to.
+struct Pair {
+  EngineRig rig = engine_rig();
+  std::vector<Story> stories = stories_of(kPrompt + 40);
+  std::shared_ptr<RefusingDevice> refusing = std::make_shared<RefusingDevice>(rig.device);
+  Engine bare{options_for(rig, kRows, 0), rig.device};
+  Engine cached{options_for(rig, kRows, 12), refusing};
+  std::vector<Teller> want_tellers = begin_all(bare, rig, stories);
+  std::vector<Teller> tellers = begin_all(cached, rig, stories);
+  ForwardTensors tensors{*rig.device, kShape, kRows};
+};
+
 }  // namespace
 
 TEST_CASE("of several sequences rows come near, and nothing else changes, batched or alone", "[engine][near]") {
@@ -138,14 +150,8 @@ TEST_CASE("rows that a forward was to bring near are attended all the same when 
 }
 
 TEST_CASE("rows that are on their way come near although plans between are refused", "[engine][near]") {
-  const EngineRig rig = engine_rig();
-  const auto stories = stories_of(kPrompt + 40);
-  const auto refusing = std::make_shared<RefusingDevice>(rig.device);
-  Engine bare(options_for(rig, kRows, 0), rig.device);
-  Engine cached(options_for(rig, kRows, 12), refusing);
-  auto want_tellers = begin_all(bare, rig, stories);
-  auto tellers = begin_all(cached, rig, stories);
-  ForwardTensors tensors(*rig.device, kShape, kRows);
+  Pair pair;
+  auto& [rig, stories, refusing, bare, cached, want_tellers, tellers, tensors] = pair;
   std::uint64_t promoted = 0;
   for (std::uint32_t step = 0; tellers[0].at < stories[0].tokens(); ++step) {
     CAPTURE(step);
@@ -166,14 +172,8 @@ TEST_CASE("rows that are on their way come near although plans between are refus
 
 TEST_CASE("rows that found near rows which nobody fills give these back, and come near another time",
           "[engine][near]") {
-  const EngineRig rig = engine_rig();
-  const auto stories = stories_of(kPrompt + 40);
-  const auto refusing = std::make_shared<RefusingDevice>(rig.device);
-  Engine bare(options_for(rig, kRows, 0), rig.device);
-  Engine cached(options_for(rig, kRows, 12), refusing);
-  auto want_tellers = begin_all(bare, rig, stories);
-  auto tellers = begin_all(cached, rig, stories);
-  ForwardTensors tensors(*rig.device, kShape, kRows);
+  Pair pair;
+  auto& [rig, stories, refusing, bare, cached, want_tellers, tellers, tensors] = pair;
   std::uint64_t failed = 0;
   for (std::uint32_t step = 0; tellers[0].at < stories[0].tokens(); ++step) {
     CAPTURE(step);

@@ -105,9 +105,14 @@ class RefusingVerbs final : public ForwardingVerbs {
     if (std::exchange(fails, false)) throw Error(Errc::device, "the test fails behind this plan; repeat it");
     inner_.fill(memory, side, stream);
   }
+  void tell_read(const ForwardMemory& memory, std::uint64_t forward, void* stream) override {
+    if (mute) throw Error(Errc::device, "the test does not say whether a plan was read");
+    inner_.tell_read(memory, forward, stream);
+  }
   [[nodiscard]] bool capturing(void* stream) const override { return captures || inner_.capturing(stream); }
   bool refuses = false;
   bool fails = false;     ///< before the near rows are filled that it has found
+  bool mute = false;      ///< of plans that fail so nobody learns whether they have been read
   bool captures = false;  ///< every stream is captured, as it says
 };
 

@@ -94,6 +94,21 @@ void with_attend_kernel(const AttendVariant& variant, const Use& use) {
   with_tiled_kernel<T, kDim, 1>(variant, use);
 }
 
+/// use.template operator()<T, kDim, kTiles>() of a variant, for kernels that are there for all of them.
+template <class Use>
+void with_row_types(const AttendVariant& variant, const Use& use) {
+  const auto with_tiles = [&]<class T, int kDim>() {
+    if constexpr (kDim <= 128) {
+      if (variant.head_tiles == 2) return use.template operator()<T, kDim, 2>();
+    }
+    use.template operator()<T, kDim, 1>();
+  };
+  KernelHeadDims::with(variant.head_dim, [&](auto dim) {
+    variant.dtype == DType::f16 ? with_tiles.template operator()<__half, dim()>()
+                                : with_tiles.template operator()<__nv_bfloat16, dim()>();
+  });
+}
+
 /// use(variant) of every dtype, head_dim and number of head tiles, soft-capped and not.
 template <class Use>
 void each_plain_variant(const Use& use) {

@@ -41,20 +41,11 @@ __global__ void __launch_bounds__(kThreads, (RingMemory<kDim, kTiles>::kBlocks))
   }
 }
 
-template <class T, int kDim, class Use>
-void with_tiles(const AttendVariant& variant, const Use& use) {
-  if constexpr (kDim <= 128) {
-    if (variant.head_tiles == 2) return use(attend_ring_kernel<T, kDim, 2>, RingMemory<kDim, 2>::kBytes);
-  }
-  use(attend_ring_kernel<T, kDim, 1>, RingMemory<kDim, 1>::kBytes);
-}
-
 /// use(kernel, bytes of dynamic shared memory)
 template <class Use>
 void with_kernel(const AttendVariant& variant, const Use& use) {
-  KernelHeadDims::with(variant.head_dim, [&](auto dim) {
-    variant.dtype == DType::f16 ? with_tiles<__half, dim()>(variant, use)
-                                : with_tiles<__nv_bfloat16, dim()>(variant, use);
+  with_row_types(variant, [&]<class T, int kDim, int kTiles>() {
+    use(attend_ring_kernel<T, kDim, kTiles>, RingMemory<kDim, kTiles>::kBytes);
   });
 }
 

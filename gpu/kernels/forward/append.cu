@@ -6,9 +6,9 @@
 #include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/forward/describe.cuh"
 #include "gpu/kernels/forward/forward.hpp"
+#include "gpu/kernels/forward/page_mean.cuh"
 #include "gpu/kernels/index/codes.cuh"
 #include "gpu/kernels/index/digest.cuh"
-#include "gpu/kernels/index/value_mean.cuh"
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
@@ -196,21 +196,6 @@ __device__ void fill_out(const ForwardMemory& m, const ForwardLayer& layer, std:
   }
 }
 
-/// The mean of the page that ended before a token that begins one. One warp.
-template <DType kType>
-__device__ __noinline__ void mean_of_page_before(const ForwardMemory& m, const ForwardToken& token,
-                                                 std::uint32_t plane) {
-  if (token.position == 0 || (token.position & (m.layout.page_tokens - 1)) != 0) return;
-  const std::uint32_t block = m.row_of(token.list, token.position - 1) >> m.page_shift;
-  detail::mean_page<kType>(m.far_block(plane, block), m.value_mean_of(plane, block), m.far_layout, threadIdx.x % kWarp);
-}
-
-/// Whether tokens of a page may come with one launch, so that means of pages take another one: those of a prompt, of a
-/// team, and of a sequence that decodes several at once.
-__host__ __device__ constexpr bool means_apart(const ForwardMemory& m, const ForwardLayer& layer) {
-  return layer.out.tokens == 0 || m.bucket.prefills != 0 || m.bucket.decode_rows != 1;
-}
-
 /// Thread block (x, y): packed row x, KV head y; and row x of those that choose.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads)
@@ -271,21 +256,6 @@ __global__ void __launch_bounds__(kWarp)
   const std::uint32_t block = m.row_of(token.list, token.position) >> m.page_shift;
   const std::uint32_t plane = m.plane(layer, blockIdx.y);
   detail::digest_page<kType>(m.far_block(plane, block), m.digest_of(plane, block), m.digest, m.far_layout, threadIdx.x);
-}
-
-/// Likewise the mean of its values, and of the page before one that its token begins: whose last token may have come by
-/// itself.
-template <DType kType>
-__global__ void __launch_bounds__(kWarp)
-    mean_rows_kernel(const __grid_constant__ ForwardMemory m, std::uint32_t layer) {
-  detail::wait_for_kernel_before();
-  if (m.state->status != ForwardStatus::running) return;
-  const ForwardToken token = m.tokens[blockIdx.x];
-  if (token.list == kNone) return;
-  const std::uint32_t plane = m.plane(layer, blockIdx.y);
-  mean_of_page_before<kType>(m, token, plane);
-  // As the page before the next token's.
-  mean_of_page_before<kType>(m, {.list = token.list, .position = token.position + 1}, plane);
 }
 
 /// use(std::integral_constant) of the type of far rows.

@@ -137,21 +137,12 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kDim <= 128 ? kAttend
   (void)conclude<kDim, kTiles>(args, slice, memory, sums, sum);
 }
 
-template <class T, int kDim, class Use>
-void with_tiles(const AttendVariant& variant, const Use& use) {
-  if constexpr (kDim <= 128) {
-    if (variant.head_tiles == 2)
-      return variant.capped ? use(attend_chosen_kernel<T, kDim, 2, true>)
-                            : use(attend_chosen_kernel<T, kDim, 2, false>);
-  }
-  variant.capped ? use(attend_chosen_kernel<T, kDim, 1, true>) : use(attend_chosen_kernel<T, kDim, 1, false>);
-}
-
+/// use(kernel)
 template <class Use>
 void with_kernel(const AttendVariant& variant, const Use& use) {
-  KernelHeadDims::with(variant.head_dim, [&](auto dim) {
-    variant.dtype == DType::f16 ? with_tiles<__half, dim()>(variant, use)
-                                : with_tiles<__nv_bfloat16, dim()>(variant, use);
+  with_row_types(variant, [&]<class T, int kDim, int kTiles>() {
+    variant.capped ? use(attend_chosen_kernel<T, kDim, kTiles, true>)
+                   : use(attend_chosen_kernel<T, kDim, kTiles, false>);
   });
 }
 

@@ -78,11 +78,7 @@ __device__ __forceinline__ void weigh_marked(const ForwardMemory& m, const Work&
 #pragma unroll
       for (std::uint32_t h = 0; h < kRestHeads; ++h) {
 #pragma unroll
-        for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-          const float score = x[h][i];
-          const bool caps = softcap > 0.f && score != -INFINITY;
-          x[h][i] = detail::kLog2E * (caps ? softcap * detail::tanh_fast(__fdividef(score, softcap)) : score);
-        }
+        for (std::uint32_t i = 0; i < kAtOnce; ++i) x[h][i] = detail::exponent_of(x[h][i], softcap);
         sums[h].add(x[h]);
       }
     }

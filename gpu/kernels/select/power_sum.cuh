@@ -46,6 +46,12 @@ struct PowerSum {
   }
 };
 
+/// The power of 2 that a score weighs as, soft-capped as attention does it; of one that is not there, -infinity, none.
+[[nodiscard]] __device__ __forceinline__ float exponent_of(float score, float softcap) {
+  const float x = kLog2E * (softcap > 0.f ? softcap * tanh_fast(__fdividef(score, softcap)) : score);
+  return softcap > 0.f && score == -INFINITY ? score : x;
+}
+
 /// Each of the sums over all lanes, one beside the other.
 template <std::uint32_t kCount>
 __device__ __forceinline__ void add_lanes(PowerSum (&sums)[kCount]) {
