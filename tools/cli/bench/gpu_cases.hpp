@@ -8,6 +8,7 @@
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/fetch_share.hpp"
+#include "tools/cli/near_share.hpp"
 #include "tools/cli/text/output.hpp"
 
 namespace sluice::tools {
@@ -37,7 +38,7 @@ struct BenchGpuOptions {
   std::uint32_t promotions = EngineOptions{}.promotions;
   std::string prefetch = "on,off";  ///< of the section `pipeline`
   std::uint32_t page_tokens = kGpuPageTokens;  ///< of policies that name none
-  double near_share = 0.05;
+  double near_share = kUsualNearShare;
   std::optional<std::uint32_t> dense_tokens;  ///< none: 0
   std::uint32_t audited_steps = 4;
   std::uint64_t seed = 0;

@@ -12,6 +12,7 @@
 #include "tools/cli/engine_flags.hpp"
 #include "tools/cli/far_flag.hpp"
 #include "tools/cli/fetch_share.hpp"
+#include "tools/cli/near_share.hpp"
 #include "tools/cli/plan/measured.hpp"
 #include "tools/cli/plan/plan_plot.hpp"
 #include "tools/cli/plan/plan_tables.hpp"
@@ -36,7 +37,7 @@ struct PlanOptions {
   std::string plot;
   std::uint32_t gpus = 1;
   Machine changes;  ///< what is not 0 takes the place of the machine's
-  std::string near = "5%";
+  std::string near = kUsualNearText;
   std::string near_hits = "50%";
   std::string attended = "5%";
   std::uint64_t weights = 0;

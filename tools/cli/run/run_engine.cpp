@@ -9,6 +9,7 @@
 #include "tools/cli/engine_flags.hpp"
 #include "tools/cli/far_flag.hpp"
 #include "tools/cli/model_source.hpp"
+#include "tools/cli/near_share.hpp"
 #include "tools/cli/run/generator.hpp"
 #include "tools/cli/run/session_file.hpp"
 #include "tools/cli/text/command.hpp"
@@ -49,14 +50,13 @@ Table summary(const Generation& generation, std::size_t prompt_tokens, const Pol
 /// Of the tokens, the share that device memory has room for where nobody says: a part of long sequences, all of short
 /// ones, which are attended whole; and of that memory no more than a part.
 double near_share(const Device* device, const EngineFlags& flags, const AttentionShape& shape, std::uint32_t tokens) {
-  constexpr double kLong = 0.05;
   constexpr double kShortTokens = 16'384.0;
   constexpr double kOfDevice = 0.125;
-  if (device == nullptr) return kLong;
+  if (device == nullptr) return kUsualNearShare;
   const PageLayout layout{.head_dim = shape.head_dim, .dtype = flags.kv_dtype};
   const double token = 2.0 * static_cast<double>(layout.near().row_bytes()) * shape.layers * shape.kv_heads;
   const double most = kOfDevice * static_cast<double>(device->info().memory_bytes) / token;
-  return std::clamp(std::min(kShortTokens, most) / tokens, kLong, 1.0);
+  return std::clamp(std::min(kShortTokens, most) / tokens, kUsualNearShare, 1.0);
 }
 
 }  // namespace
