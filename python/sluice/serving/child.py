@@ -11,9 +11,10 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sluice.errors import Error
+from sluice.serving.ranks import Launch
 from sluice.serving.requests import Event, Request
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def main(connection: Connection, settings: Settings) -> None:
     if _say(connection, ready):
         _serve(connection, inbox, loop)
     loop.close()
+    if Launch.of_environment().ranks > 1:
+        exit_of_rank(0)
 
 
 def _serve(connection: Connection, inbox: queue.SimpleQueue[Any], loop: Any) -> None:
@@ -87,12 +90,20 @@ def _receive(connection: Connection, inbox: queue.SimpleQueue[Any], loaded: thre
         exit_at_once()
 
 
-def exit_at_once(why: str = "") -> None:
+def exit_at_once(why: str = "", code: int = 1) -> NoReturn:
     """Without what would wait for a device, or for other threads."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(why)
         sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)
+
+
+def exit_of_rank(code: int) -> NoReturn:
+    """A rank has done all it had to. Threads of torch's gloo let go of a collective's tensors a moment after its result
+    is there, and outlive destroy_process_group() where the model refers to the group. One that is still at it when the
+    interpreter ends would abort the process, and with it what torchrun had started."""
+    sys.stdout.flush()
+    exit_at_once(code=code)
 
 
 def _messages(inbox: queue.SimpleQueue[Any], wait: bool) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sluice.errors import Error, InvalidArgument
 from sluice.serving.arguments import CannotLoad, add_engine, add_sampling, number, settings_of, size
-from sluice.serving.child import exit_at_once
+from sluice.serving.child import exit_at_once, exit_of_rank
 from sluice.serving.process import EngineLost, EngineProcess
 from sluice.serving.ranks import Disagreed, Launch
 from sluice.serving.talk import chat, run
@@ -64,7 +64,13 @@ def add_session(parser: argparse.ArgumentParser, text: str) -> None:
 
 def or_follow(call: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     """The same, but under torchrun only in its first process, which the others follow."""
-    return lambda arguments: follow(arguments) if Launch.of_environment().rank else call(arguments)
+    def command(arguments: argparse.Namespace) -> int:
+        launch = Launch.of_environment()
+        if launch.ranks == 1:
+            return call(arguments)
+        exit_of_rank(follow(arguments) if launch.rank else call(arguments))
+
+    return command
 
 
 def api_key(arguments: argparse.Namespace) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import transformers
 from sluice import Engine
 from sluice.__main__ import main
 from sluice.errors import OutOfCapacity
+from sluice.serving.child import exit_of_rank
 from sluice.serving.load import load_follower, load_loop
 from sluice.serving.process import Settings
+from sluice.serving.ranks import Ranks
 from sluice.transformers import enable
 from small import DEVICE, KV, KV_BYTES, SHAPE, Told, expected, greedy, prompt_ids, run, tokenizer
 from transformers.distributed import DistributedConfig
@@ -24,6 +27,8 @@ TOKEN_BYTES = SHAPE["num_hidden_layers"] * 2 * SHAPE["head_dim"] * KV_BYTES  # O
 ENGINE = {"threads": 1, "pin_threads": False, "answer_timeout_ms": 30_000, **KV}
 FAULTS = "SLUICE_TEST_FAULTS"
 """The environment's name of a file: "1 attend 2" there has the next two calls of rank 1's Engine.attend fail."""
+LATE = "SLUICE_TEST_LATE"
+"""The environment's name of seconds that a thread of torch's is busy for after a rank has left its group."""
 
 
 def set_fault(rank: int, what: str, times: int) -> None:
@@ -53,6 +58,25 @@ def patch() -> None:
     if FAULTS in os.environ:
         for name in ("begin", "plan", "attend", "finish"):
             setattr(Engine, name, faulty(name))
+
+
+def leave_late(own: Callable[[Ranks], None]) -> Callable[[Ranks], None]:
+    def busy(_: object) -> None:
+        ends = time.monotonic() + float(os.environ[LATE])
+        while time.monotonic() < ends:
+            pass
+
+    def close(ranks: Ranks) -> None:
+        done = torch.distributed.all_reduce(torch.zeros(1), async_op=True).get_future()
+        done.then(busy)  # On the thread of gloo's that has run the collective.
+        done.wait()
+        own(ranks)
+
+    return close
+
+
+if LATE in os.environ:  # Here, as the process that serve starts imports this.
+    Ranks.close = leave_late(Ranks.close)
 
 
 def generate(*folders: str) -> None:
@@ -125,5 +149,6 @@ if __name__ == "__main__":
     patch()
     if sys.argv[1] in ("generate", "loop", "windows"):
         globals()[sys.argv[1]](*sys.argv[2:])
+        exit_of_rank(0)
     else:
         raise SystemExit(main())

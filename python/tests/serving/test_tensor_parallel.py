@@ -27,6 +27,7 @@ if "CI" not in os.environ:  # There it may not be missing.
     pytest.importorskip("accelerate", reason="transformers needs it to share a model between ranks")
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ranks_program.__file__)
+LATE = {ranks_program.LATE: "2"} if DEVICE == "cpu" else {}  # NCCL's threads end with the group.
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
@@ -63,10 +64,11 @@ def test_generate(tmp_path: Path) -> None:
         assert "leaves the heads of its attention whole" in told[str(tmp_path / "whole")]
 
 
-def test_run(folder: Path, tmp_path: Path) -> None:
+def test_run(folder: Path) -> None:
+    """Rank 0 alone says the answer, and threads of torch's that are still at work then do not abort a rank."""
     prompt = "the cat sat on the mat " * 20
-    done = torchrun("run", "--model", str(folder), *ARGUMENTS, "--prompt", prompt)
-    assert done.stdout == answer_to(prompt) + "\n"  # Of rank 0 alone.
+    done = torchrun("run", "--model", str(folder), *ARGUMENTS, "--prompt", prompt, **LATE)
+    assert done.stdout == answer_to(prompt) + "\n"
 
 
 def test_forwards_that_fail_on_a_rank(folder: Path, tmp_path: Path) -> None:
@@ -138,9 +140,10 @@ def test_a_server(start_shared: Callable[..., Server], tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_told_to_end(start_shared: Callable[..., Server]) -> None:
-    server = start_shared()
+    server = start_shared(**LATE)
     ranks = [pid_of(server, rank) for rank in range(2)]
     server.process.send_signal(signal.SIGTERM)
     server.process.wait(30)
     wait_until(lambda: not any(map(alive, ranks)), 30)
     assert not any("rank" in line for line in server.said if line.startswith("sluice: "))
+    assert "terminate called" not in "".join(server.said)
