@@ -2,6 +2,7 @@
 
 #include <cfloat>
 
+#include "gpu/kernels/forward/center.cuh"
 #include "gpu/kernels/forward/promote.cuh"
 #include "gpu/kernels/forward/wait.cuh"
 #include "gpu/kernels/load.hpp"
@@ -14,6 +15,7 @@
 namespace sluice::gpu {
 namespace detail {
 void load_forward_append_kernels();
+void load_forward_append_score_kernels();
 void load_forward_attend_chosen_kernels();
 void load_forward_attend_whole_kernels();
 void load_forward_await_kernel();
@@ -31,6 +33,7 @@ void load_forward_team_kernels();
 namespace {
 
 constexpr std::uint32_t kThreads = near::kThreads;
+constexpr std::uint32_t kCenterWarp = 1;  ///< not that of the thread which waits
 
 /// What was attended near, over the link, and far, and what is left, weighs in a head's output.
 struct Weights {
@@ -118,8 +121,10 @@ __device__ void put_out(const ForwardLayer& layer, std::byte* row, std::uint32_t
 }
 
 /// Thread block i: row i / kv_heads, KV head i % kv_heads. `kTeams`: rows are teams. `rest_parts`: of what rows leave.
+/// The layer's foresight has been used: its candidates are no more, and centers move.
 template <bool kTeams>
-__device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t rest_parts) {
+__device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, const Foresight& foresight,
+                      std::uint32_t rest_parts) {
   __shared__ Weights weights[kMaxGroup];
   __shared__ ForwardStatus status;
   const std::uint32_t group = m.shape.group();
@@ -150,6 +155,9 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, std::ui
   const float rest_lse = threadIdx.x < group ? rest.weight(threadIdx.x) : kEmptyLse;
   float4 near = near_out(4 * threadIdx.x);
   const float near_lse = threadIdx.x < group ? m.near_lse[first + threadIdx.x] : kEmptyLse;
+  if (foresight.counts != nullptr && threadIdx.x < group) foresight.counts[first + threadIdx.x] = 0;
+  if (!kTeams && foresight.centers != nullptr && list != kNone && threadIdx.x / forward::kRowLanes == kCenterWarp)
+    forward::move_center(forward::Row(layer.k, packed, head), foresight.centers + std::uint64_t{blockIdx.x} * head_dim);
   if (threadIdx.x == 0) status = forward::await_answer(m, m.bucket.decode_rows * m.shape.kv_heads);
   __syncthreads();
   const bool goes_on = status == ForwardStatus::running;
@@ -194,10 +202,11 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, std::ui
 template <bool kTeams>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
-                 const __grid_constant__ ForwardLayer layer, std::uint32_t rest_parts) {
+                 const __grid_constant__ ForwardLayer layer, const __grid_constant__ Foresight foresight,
+                 std::uint32_t rest_parts) {
   detail::wait_for_kernel_before();
   const std::uint32_t merges = m.bucket.decode_rows * m.shape.kv_heads;
-  if (blockIdx.x < merges) return merge<kTeams>(m, layer, rest_parts);
+  if (blockIdx.x < merges) return merge<kTeams>(m, layer, foresight, rest_parts);
   near::promote<false>(m, scratch, layer.layer, blockIdx.x - merges);
 }
 
@@ -209,11 +218,13 @@ void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scr
   const Before before = memory.handover == Handover::stream ? Before::other : Before::kernel;
   OverlappingLaunch(merges + promotes, kThreads, 0, static_cast<cudaStream_t>(layer.stream), 1, before)
       .run(memory.drafts == 1 ? merge_kernel<false> : merge_kernel<true>, "launch the merge kernel of a forward",
-           memory, scratch, layer, memory.keeps_means ? split_blocks(memory, scratch) : 0);
+           memory, scratch, layer, foresight_of(memory, scratch, layer.layer),
+           memory.keeps_means ? split_blocks(memory, scratch) : 0);
 }
 
 void load_forward_kernels() {
   detail::load_forward_append_kernels();
+  detail::load_forward_append_score_kernels();
   detail::load_forward_attend_chosen_kernels();
   detail::load_forward_attend_whole_kernels();
   detail::load_forward_await_kernel();
