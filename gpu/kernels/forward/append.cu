@@ -6,7 +6,7 @@
 #include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/forward/describe.cuh"
 #include "gpu/kernels/forward/forward.hpp"
-#include "gpu/kernels/forward/page_mean.cuh"
+#include "gpu/kernels/forward/rest_mean.cuh"
 #include "gpu/kernels/index/codes.cuh"
 #include "gpu/kernels/index/digest.cuh"
 #include "gpu/kernels/load.hpp"
@@ -196,13 +196,15 @@ __device__ void fill_out(const ForwardMemory& m, const ForwardLayer& layer, std:
   }
 }
 
-/// Thread block (x, y): packed row x, KV head y; and row x of those that choose.
+/// Thread block (x, y): packed row x, KV head y; and row x of those that choose. Behind the only row the means of it.
 template <DType kType>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     append_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                   const __grid_constant__ ForwardLayer layer) {
   detail::wait_for_kernel_before();
   const std::uint32_t head = blockIdx.y;
+  if (const std::uint32_t rows = m.bucket.rows(); blockIdx.x >= rows)
+    return put_means<kType, kThreads>(m, layer.layer, head, blockIdx.x - rows);
   const std::uint32_t warp = threadIdx.x / kWarp;
   const std::uint32_t plane = m.plane(layer.layer, head);
   const bool attends = layer.out.tokens != 0;
@@ -230,7 +232,6 @@ __global__ void __launch_bounds__(kThreads)
     put_token<kType>(m, values, token, plane);
     // Of rows whose key this block has: others' centers stay, and may be those of strangers, which only costs time.
     if (chooses != kNone && at == blockIdx.x) center.move(values);
-    if (warp == 1 && m.keeps_means && !means_apart(m, layer)) mean_of_page_before<kType>(m, token, plane);
   } else if (threadIdx.x == kDescribes * kWarp && describes) {
     row.drafts = 0;  // As it is; to know that takes fewer registers.
     describe(m, scratch, row.in(layer.layer, m.window), blockIdx.x, head, plane);
@@ -270,11 +271,13 @@ void with_far_type(DType dtype, const Use& use) {
 
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
   const dim3 grid(memory.bucket.rows(), memory.shape.kv_heads);
+  const bool apart = means_apart(memory.bucket);
+  const dim3 with_means(grid.x + (memory.keeps_means && !apart ? kMeanParts : 0), grid.y);
   const auto stream = static_cast<cudaStream_t>(layer.stream);
   with_far_type(memory.far_layout.dtype, [&](auto type) {
-    OverlappingLaunch(grid, kThreads, 0, stream)
+    OverlappingLaunch(with_means, kThreads, 0, stream)
         .run(append_kernel<type()>, "launch the append kernel of a forward", memory, scratch, layer);
-    if (memory.keeps_means && means_apart(memory, layer))
+    if (memory.keeps_means && apart)
       OverlappingLaunch(grid, kWarp, 0, stream)
           .run(mean_rows_kernel<type()>, "launch the kernel of a forward's mean values", memory, layer.layer);
     if (memory.digests == nullptr) return;

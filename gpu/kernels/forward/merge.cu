@@ -62,13 +62,20 @@ __device__ Weights weigh(const Mass& near, const Mass& fetched, const Mass& far,
   return {.near = a / sum, .fetched = b / sum, .far = c / sum, .rest = d / sum, .lse = top + logf(sum)};
 }
 
-/// What a row leaves, as the thread blocks of `split` have weighed it, `parts` of them; 0: nothing.
+/// Parts that rests come in, of what they weigh and of their values; 0: no row has one.
+struct RestParts {
+  std::uint32_t masses = 0;
+  std::uint32_t means = 0;
+};
+
+/// What a row leaves, in so many parts.
 struct Rest {
   const float* out;
   const float2* mass;
-  std::uint32_t parts, group, head_dim;
+  RestParts parts;
+  std::uint32_t group, head_dim;
 
-  __device__ Rest(const ForwardMemory& m, std::uint32_t list, std::uint32_t parts)
+  __device__ Rest(const ForwardMemory& m, std::uint32_t list, const RestParts& parts)
       : out(m.rest_out_of(list)),
         mass(reinterpret_cast<const float2*>(m.rest_mass_of(list))),
         parts(parts),
@@ -80,7 +87,7 @@ struct Rest {
     float top = kEmptyLse;
 #pragma unroll
     for (std::uint32_t p = 0; p < kMostRestParts; ++p) {
-      each[p] = p < parts ? mass[p * group + h] : float2{kEmptyLse, 0.f};
+      each[p] = p < parts.masses ? mass[p * group + h] : float2{kEmptyLse, 0.f};
       top = fmaxf(top, each[p].x);
     }
     top = fmaxf(top, -FLT_MAX);
@@ -94,7 +101,7 @@ struct Rest {
     float4 sum{};
 #pragma unroll
     for (std::uint32_t p = 0; p < kMostRestParts; ++p) {
-      if (p >= parts) continue;
+      if (p >= parts.means) continue;
       const float4 part = *reinterpret_cast<const float4*>(out + p * head_dim + channel);
       sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
     }
@@ -119,7 +126,7 @@ __device__ void put_out(const ForwardLayer& layer, std::byte* row, std::uint32_t
 
 /// Thread block i: row i / kv_heads, KV head i % kv_heads. `kTeams`: rows are teams. `rest_parts`: of what rows leave.
 template <bool kTeams>
-__device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t rest_parts) {
+__device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, const RestParts& rest_parts) {
   __shared__ Weights weights[kMaxGroup];
   __shared__ ForwardStatus status;
   const std::uint32_t group = m.shape.group();
@@ -144,7 +151,8 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, std::ui
     if (at >= group * head_dim) return float4{};
     return *reinterpret_cast<const float4*>(m.near_out + first * head_dim + at);
   };
-  const Rest rest(m, blockIdx.x, here.rest != 0 ? rest_parts : 0);  // All heads of the group have the same value.
+  const Rest rest(m, blockIdx.x,
+                  here.rest != 0 ? rest_parts : RestParts{});  // All heads of the group have the same value.
   const auto rest_out = [&](std::uint32_t at) { return rest.value(at % head_dim); };
   float4 rests = rest_out(4 * threadIdx.x);
   const float rest_lse = threadIdx.x < group ? rest.weight(threadIdx.x) : kEmptyLse;
@@ -194,7 +202,7 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, std::ui
 template <bool kTeams>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
-                 const __grid_constant__ ForwardLayer layer, std::uint32_t rest_parts) {
+                 const __grid_constant__ ForwardLayer layer, const RestParts rest_parts) {
   detail::wait_for_kernel_before();
   const std::uint32_t merges = m.bucket.decode_rows * m.shape.kv_heads;
   if (blockIdx.x < merges) return merge<kTeams>(m, layer, rest_parts);
@@ -207,9 +215,14 @@ void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scr
   const std::uint32_t merges = memory.bucket.decode_rows * memory.shape.kv_heads;
   const std::uint32_t promotes = promotes_beside_merge(memory) ? memory.shape.kv_heads : 0;
   const Before before = memory.handover == Handover::stream ? Before::other : Before::kernel;
+  RestParts parts;
+  if (memory.keeps_means) {
+    parts.masses = split_blocks(memory, scratch);
+    parts.means = means_apart(memory.bucket) ? parts.masses : kMeanParts;
+  }
   OverlappingLaunch(merges + promotes, kThreads, 0, static_cast<cudaStream_t>(layer.stream), 1, before)
       .run(memory.drafts == 1 ? merge_kernel<false> : merge_kernel<true>, "launch the merge kernel of a forward",
-           memory, scratch, layer, memory.keeps_means ? split_blocks(memory, scratch) : 0);
+           memory, scratch, layer, parts);
 }
 
 void load_forward_kernels() {

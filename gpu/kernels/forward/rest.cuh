@@ -1,8 +1,8 @@
 #pragma once
 
 #include "gpu/kernels/attend/attend_input.cuh"
-#include "gpu/kernels/elements.cuh"
 #include "gpu/kernels/forward/marks.cuh"
+#include "gpu/kernels/forward/rest_mean.cuh"
 #include "gpu/kernels/select/power_sum.cuh"
 #include "gpu/kernels/select/score_cut.hpp"
 
@@ -85,56 +85,14 @@ __device__ __forceinline__ void weigh_marked(const ForwardMemory& m, const Work&
   }
 }
 
-/// The means of a block's share of the pages that stand for the rest, added up: eight channels of a thread.
-__device__ inline void add_means(const ForwardMemory& m, const Work& work, const Part& part,
-                                 float (&sum)[detail::kUnit]) {
-  const std::uint32_t units = m.shape.head_dim / detail::kUnit;
-  const std::uint32_t at_once = kThreads / units;
-  const std::uint32_t own = threadIdx.x / units;
-  if (own >= at_once) return;
-  const std::uint32_t* const blocks = m.list_of(work.row.list);
-#pragma unroll 4
-  for (std::uint32_t i = part.rank() + own * part.blocks(); i < work.row.rest; i += at_once * part.blocks()) {
-    const std::uint32_t block = blocks[work.row.rest_page(i, m.layout.page_tokens)];
-    const std::byte* const mean = m.value_mean_of(work.plane, block) + threadIdx.x % units * 16;
-    float values[detail::kUnit];
-    m.layout.dtype == DType::f16 ? detail::load_unit<DType::f16>(mean, values)
-                                 : detail::load_unit<DType::bf16>(mean, values);
-#pragma unroll
-    for (std::uint32_t c = 0; c < detail::kUnit; ++c) sum[c] += values[c];
-  }
-}
-
-/// What the threads of a block have added up, of `at_once` rows each, as a share of all that stands for the rest.
-__device__ inline void put_means(const ForwardMemory& m, const Work& work, const Part& part, float* rows,
-                                 const float (&sum)[detail::kUnit]) {
-  const std::uint32_t head_dim = m.shape.head_dim;
-  const std::uint32_t at_once = kThreads / (head_dim / detail::kUnit);
-  if (threadIdx.x < at_once * (head_dim / detail::kUnit)) {
-#pragma unroll
-    for (std::uint32_t c = 0; c < detail::kUnit; ++c) rows[threadIdx.x * detail::kUnit + c] = sum[c];
-  }
-  __syncthreads();
-  if (threadIdx.x >= head_dim) return;
-  float all = 0.f;
-#pragma unroll 8
-  for (std::uint32_t r = 0; r < at_once; ++r) all += rows[r * head_dim + threadIdx.x];
-  m.rest_out_of(work.index)[part.rank() * head_dim + threadIdx.x] = all / static_cast<float>(work.row.rest);
-}
-/// Bytes of shared memory that it takes.
-inline constexpr std::uint32_t kRestBytes = kThreads * detail::kUnit * sizeof(float);
-
-/// The block's part of what a row leaves, which has a rest. `rows`: kRestBytes that nobody uses any more once all are
-/// here. All threads.
+/// The block's part of what a row leaves, which has a rest. `means`: memory that nobody uses any more. All threads.
 __device__ __noinline__ inline void weigh_rest(const ForwardMemory& m, const Work& work, const Marks& marks,
-                                               const ScoredRows& all, RestShared& s, float* rows) {
+                                               const ScoredRows& all, RestShared& s, RestMeanShared<kThreads>& means) {
   const std::uint32_t group = m.shape.group();
   const std::uint32_t lane = threadIdx.x % kWarp;
   const std::uint32_t warp = threadIdx.x / kWarp;
   const Part& part = marks.part();
   auto* const mass = reinterpret_cast<float2*>(m.rest_mass_of(work.index)) + part.rank() * group;
-  float means[detail::kUnit] = {};
-  add_means(m, work, part, means);  // Requested before what takes longer.
 #pragma unroll 1
   for (std::uint32_t first = 0; first < group; first += kRestHeads) {
     Scored scored(m, work, part, all, first);
@@ -158,7 +116,8 @@ __device__ __noinline__ inline void weigh_rest(const ForwardMemory& m, const Wor
     sum.add_lanes();
     if (lane == 0) mass[first + warp] = {sum.top * detail::kLn2, sum.mass};
   }
-  put_means(m, work, part, rows, means);
+  if (means_apart(m.bucket))
+    put_rest_mean<kThreads>(m, work.row, work.index, work.plane, part.rank(), part.blocks(), means);
 }
 
 }  // namespace sluice::gpu::forward
