@@ -1,13 +1,11 @@
 #pragma once
 
-#include "gpu/kernels/attend/attend_input.cuh"
 #include "gpu/kernels/forward/marks.cuh"
 #include "gpu/kernels/forward/rest_mean.cuh"
 #include "gpu/kernels/select/power_sum.cuh"
-#include "gpu/kernels/select/score_cut.hpp"
 
 /// What a row leaves, see ForwardRow::rest: all that its scores weigh, which `score` has added up, less what those
-/// weigh that are attended. Every block of a cluster has a part of both, and `merge` adds up.
+/// weigh that are attended. Every block of a cluster says so of its part, and `merge` adds up.
 namespace sluice::gpu::forward {
 
 using detail::PowerSum;
@@ -16,32 +14,6 @@ inline constexpr std::uint32_t kRestHeads = 4;  ///< that are weighed at once
 struct RestShared {
   float tops[kWarps][kRestHeads];
   float masses[kWarps][kRestHeads];
-};
-
-/// Of the scores that a block has a share of, for query head `first` + the thread's number modulo kRestHeads. A
-/// thread's first sum is on its way while others are weighed; few have a second one.
-class Scored {
- public:
-  __device__ Scored(const ForwardMemory& m, const Work& work, const Part& part, const ScoredRows& rows,
-                    std::uint32_t first)
-      : group_(m.shape.group()), step_(kThreads / kRestHeads * part.blocks()) {
-    const std::uint32_t head = first + threadIdx.x % kRestHeads;
-    sums_ = rows.sums + std::uint64_t{work.index} * rows.blocks * group_ + head;
-    blocks_ = head < group_ ? min(rows.blocks, (work.row.tokens - 1) / score_int4::kBlockTokens + 1) : 0;
-    at_ = part.rank() + threadIdx.x / kRestHeads * part.blocks();
-    if (at_ < blocks_) read_ = sums_[at_ * group_];
-  }
-  [[nodiscard]] __device__ PowerSum sum() {
-    PowerSum sum{.top = read_.x, .mass = read_.y};
-    for (std::uint32_t i = at_ + step_; i < blocks_; i += step_)
-      sum.add_sum({sums_[i * group_].x, sums_[i * group_].y});
-    return sum;
-  }
-
- private:
-  const float2* sums_;
-  std::uint32_t group_, blocks_, at_, step_;
-  float2 read_ = {-INFINITY, 0.f};
 };
 
 /// Of the tokens that are marked in the block's part, for heads [first, first + kRestHeads) of the group. A warp takes
@@ -87,7 +59,7 @@ __device__ __forceinline__ void weigh_marked(const ForwardMemory& m, const Work&
 
 /// The block's part of what a row leaves, which has a rest. `means`: memory that nobody uses any more. All threads.
 __device__ __noinline__ inline void weigh_rest(const ForwardMemory& m, const Work& work, const Marks& marks,
-                                               const ScoredRows& all, RestShared& s, RestMeanShared<kThreads>& means) {
+                                               RestShared& s, RestMeanShared<kThreads>& means) {
   const std::uint32_t group = m.shape.group();
   const std::uint32_t lane = threadIdx.x % kWarp;
   const std::uint32_t warp = threadIdx.x / kWarp;
@@ -95,26 +67,22 @@ __device__ __noinline__ inline void weigh_rest(const ForwardMemory& m, const Wor
   auto* const mass = reinterpret_cast<float2*>(m.rest_mass_of(work.index)) + part.rank() * group;
 #pragma unroll 1
   for (std::uint32_t first = 0; first < group; first += kRestHeads) {
-    Scored scored(m, work, part, all, first);
     PowerSum marked[kRestHeads];
     weigh_marked(m, work, marks, first, marked);
-    PowerSum left = scored.sum();
-    left.add_lanes(kRestHeads);
     detail::add_lanes(marked);
     __syncthreads();  // The sums of the heads before these have been read.
 #pragma unroll
     for (std::uint32_t h = 0; h < kRestHeads; ++h) {
       if (lane != h) continue;
-      left.add_sum(marked[h], -1.f);
-      s.tops[warp][h] = left.top;
-      s.masses[warp][h] = left.mass;
+      s.tops[warp][h] = marked[h].top;
+      s.masses[warp][h] = marked[h].mass;
     }
     __syncthreads();
     if (warp >= kRestHeads || first + warp >= group) continue;
     PowerSum sum;
     if (lane < kWarps) sum = {.top = s.tops[lane][warp], .mass = s.masses[lane][warp]};
     sum.add_lanes();
-    if (lane == 0) mass[first + warp] = {sum.top * detail::kLn2, sum.mass};
+    if (lane == 0) mass[first + warp] = {sum.top, sum.mass};
   }
   if (means_apart(m.bucket))
     put_rest_mean<kThreads>(m, work.row, work.index, work.plane, part.rank(), part.blocks(), means);

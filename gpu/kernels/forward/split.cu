@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
   if (first) write_jobs(m, scratch, work, listed);
   if (threadIdx.x == 0) tell(m, layer, work, listed);
   if (work.row.list != kNone && work.row.rest != 0)
-    weigh_rest(m, work, marks, scratch.scored, s.rest, *reinterpret_cast<RestMeanShared<kThreads>*>(memory));
+    weigh_rest(m, work, marks, s.rest, *reinterpret_cast<RestMeanShared<kThreads>*>(memory));
 }
 
 constexpr auto* kernel_for(bool two, bool proposes) {

@@ -64,8 +64,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (!asks) near.conclude();
   __syncthreads();  // Also where the cluster is this block alone.
-  if (work.row.rest != 0)
-    weigh_rest(m, work, marks, scratch.scored, s.rest, *reinterpret_cast<RestMeanShared<kThreads>*>(memory));
+  if (work.row.rest != 0) weigh_rest(m, work, marks, s.rest, *reinterpret_cast<RestMeanShared<kThreads>*>(memory));
   detail::cluster_sync_own();
   near.merge(part);
   __syncwarp();
