@@ -130,22 +130,21 @@ __device__ void merge(const ForwardMemory& m, const ScoredRows& scored, const Fo
   const std::uint64_t first = std::uint64_t{row} * m.shape.q_heads + head * group;
   const std::uint32_t own = kTeams ? m.own_group() : group;  // Of one packed row.
   const auto draft_of = [&](std::uint32_t h) { return kTeams ? h / own : 0; };
-  // All that does not come from the CPU is read while its answer is awaited.
+  const auto near_out = [&](std::uint32_t at) {
+    if (at >= group * head_dim) return float4{};
+    return *reinterpret_cast<const float4*>(m.near_out + first * head_dim + at);
+  };
+  float4 near = near_out(4 * threadIdx.x);
+  const float near_lse = threadIdx.x < group ? m.near_lse[first + threadIdx.x] : kEmptyLse;
+  // All that does not come from the CPU is read, by other warps than the one that waits, while its answer is awaited.
+  if (threadIdx.x == kWaiter * kWarp) status = forward::await_answer(m, m.bucket.decode_rows * m.shape.kv_heads);
   const ForwardRow chooses = m.rows[row];
   const std::uint32_t list = chooses.list;
   const std::uint32_t packed = chooses.at;
   const std::uint32_t near_listed = m.near_counts[blockIdx.x];
   const std::uint32_t far_listed = m.far_listed[blockIdx.x];
-  const auto near_out = [&](std::uint32_t at) {
-    if (at >= group * head_dim) return float4{};
-    return *reinterpret_cast<const float4*>(m.near_out + first * head_dim + at);
-  };
   const auto rest_out = [&](std::uint32_t at) { return rest_value(m, blockIdx.x, at % head_dim, rest_parts.means); };
   float4 rests = rest_out(4 * threadIdx.x);
-  float4 near = near_out(4 * threadIdx.x);
-  const float near_lse = threadIdx.x < group ? m.near_lse[first + threadIdx.x] : kEmptyLse;
-  // The warp that waits does so at once, without a look at what it has requested.
-  if (threadIdx.x == kWaiter * kWarp) status = forward::await_answer(m, m.bucket.decode_rows * m.shape.kv_heads);
   for (std::uint32_t h = threadIdx.x / kWarp; h < group && threadIdx.x / kWarp != kWaiter; h += kWaiter) {
     const ForwardRow here = chooses.in(layer.layer, m.window);
     const bool any = rest_parts.masses != 0 && here.rest != 0;
