@@ -4,6 +4,7 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/forward/append_row.cuh"
+#include "gpu/kernels/forward/rest_mean.cuh"
 #include "gpu/kernels/index/digest.cuh"
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
@@ -14,13 +15,16 @@ namespace {
 
 using namespace forward;
 
-/// Thread block (x, y): packed row x, KV head y; and row x of those that choose.
+/// Thread block (x, y): packed row x, KV head y; and row x of those that choose. Behind them, if means are not made
+/// apart, those of KV head y.
 template <DType kType>
 __global__ void __launch_bounds__(AppendBlock::kThreads)
     append_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                   const __grid_constant__ ForwardLayer layer) {
   detail::wait_for_kernel_before();
-  append_row<kType>(m, scratch, layer, blockIdx.x, blockIdx.y);
+  if (blockIdx.x < m.bucket.rows()) return append_row<kType>(m, scratch, layer, blockIdx.x, blockIdx.y);
+  __shared__ RestMeanShared<AppendBlock::kThreads> s;
+  put_means<kType>(m, layer.layer, blockIdx.y, s);
 }
 
 /// Thread block (x, y): packed row x, KV head y. The digest of the page that its token has filled: the others of that
@@ -49,11 +53,13 @@ void with_far_type(DType dtype, const Use& use) {
 
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
   const dim3 grid(memory.bucket.rows(), memory.shape.kv_heads);
+  const bool apart = means_apart(memory.bucket);
+  const dim3 with_means(grid.x + (memory.keeps_means && !apart ? 1 : 0), grid.y);
   const auto stream = static_cast<cudaStream_t>(layer.stream);
   with_far_type(memory.far_layout.dtype, [&](auto type) {
-    OverlappingLaunch(grid, AppendBlock::kThreads, 0, stream)
+    OverlappingLaunch(with_means, AppendBlock::kThreads, 0, stream)
         .run(append_kernel<type()>, "launch the append kernel of a forward", memory, scratch, layer);
-    if (memory.keeps_means && means_apart(memory, layer))
+    if (memory.keeps_means && apart)
       OverlappingLaunch(grid, kRowLanes, 0, stream)
           .run(mean_rows_kernel<type()>, "launch the kernel of a forward's mean values", memory, layer.layer);
     if (memory.digests == nullptr) return;

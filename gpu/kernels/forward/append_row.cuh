@@ -1,7 +1,6 @@
 #pragma once
 
 #include "gpu/kernels/forward/new_row.cuh"
-#include "gpu/kernels/forward/page_mean.cuh"
 #include "sluice/partial.hpp"
 
 /// What a thread block does of `append`: a row's key and value of a KV head come in, and what the kernels behind it
@@ -84,7 +83,6 @@ __device__ void append_row(const ForwardMemory& m, const ForwardScratch& scratch
   }
   if (warp < AppendBlock::kQueries && token.list != kNone) {
     put_token<kType>(m, values, token, plane);
-    if (warp == 1 && m.keeps_means && !means_apart(m, layer)) mean_of_page_before<kType>(m, token, plane);
   } else if (threadIdx.x == AppendBlock::kDescribes * kRowLanes && describes) {
     row.drafts = 0;  // As it is; to know that takes fewer registers.
     describe(m, scratch, row.in(layer.layer, m.window), index, head, plane);

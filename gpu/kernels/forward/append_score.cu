@@ -6,6 +6,7 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/head_dims.hpp"
 #include "gpu/kernels/forward/append_row.cuh"
+#include "gpu/kernels/forward/rest_mean.cuh"
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
@@ -33,6 +34,16 @@ struct LayerQueries {
   }
 };
 
+using MeanShared = RestMeanShared<kThreads>;
+
+/// One block does all that `append` does of a KV head: others would take room from those that score.
+template <DType kType>
+__device__ __noinline__ void append(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardLayer& layer,
+                                    std::uint32_t head, MeanShared& s) {
+  append_row<kType>(m, scratch, layer, 0, head);
+  if (m.keeps_means) put_means<kType>(m, layer.layer, head, s);
+}
+
 /// Thread block (0, y): what `append` does of the row's KV head y; (x, y): the part x - 1 of its scores.
 template <std::uint32_t kHeadDim, std::uint32_t kFragments>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
@@ -44,9 +55,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   detail::wait_for_kernel_before();
   const std::uint32_t head = blockIdx.y;
   if (blockIdx.x == 0) {
-    if (m.far_layout.dtype == DType::bf16) return append_row<DType::bf16>(m, scratch, layer, 0, head);
-    if (m.far_layout.dtype == DType::f16) return append_row<DType::f16>(m, scratch, layer, 0, head);
-    return append_row<DType::fp8_e4m3>(m, scratch, layer, 0, head);
+    static_assert(sizeof(MeanShared) <= sizeof s && alignof(MeanShared) <= alignof(Shared<kHeadDim>));
+    auto& means = reinterpret_cast<MeanShared&>(s);
+    if (m.far_layout.dtype == DType::bf16) return append<DType::bf16>(m, scratch, layer, head, means);
+    if (m.far_layout.dtype == DType::f16) return append<DType::f16>(m, scratch, layer, head, means);
+    return append<DType::fp8_e4m3>(m, scratch, layer, head, means);
   }
   if (threadIdx.x == 0) {
     const ForwardStatus status = m.state->status;

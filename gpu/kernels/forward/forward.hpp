@@ -139,6 +139,11 @@ void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scr
 [[nodiscard]] bool attends_in_split(const ForwardMemory& memory, const ForwardScratch& scratch);
 /// Thread blocks that share a row and KV head there, each of which weighs a part of the row's rest.
 [[nodiscard]] std::uint32_t split_blocks(const ForwardMemory& memory, const ForwardScratch& scratch);
+/// Whether tokens of a page may come with one launch, so that means of pages take another one, and are added up in
+/// `split`: those of a prompt, of a team, and of a sequence that decodes several at once. Else `append` does both.
+[[nodiscard]] constexpr bool means_apart(const Bucket& bucket) noexcept {
+  return bucket.prefills != 0 || bucket.decode_rows != 1 || bucket.drafts != 1;
+}
 void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 /// Waits for what the CPU chooses for lists [first, last), and describes it.
 void launch_forward_await(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,
