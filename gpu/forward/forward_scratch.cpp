@@ -141,8 +141,10 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
     choice.scored.sums = carver.take<float2>(
         score_int4_most_blocks(heads, memory.scores_in(largest), multiprocessors_) *
         (std::uint64_t{rows.shape.group()} * largest.drafts));  // Teams are fewer, with as many times the heads.
-    choice.scored.blocks = score_int4_blocks(memory.bucket.decode_rows * memory.shape.kv_heads,
-                                             memory.scores_in(memory.bucket), multiprocessors_);
+    choice.scored.blocks = appends_beside_scores(memory)
+                               ? append_score_cut(memory, multiprocessors_).blocks
+                               : score_int4_blocks(memory.bucket.decode_rows * memory.shape.kv_heads,
+                                                   memory.scores_in(memory.bucket), multiprocessors_);
   }
   choice.jobs = carver.take<AttendJob>(jobs);
   choice.counters = carver.take<std::uint32_t>(jobs);

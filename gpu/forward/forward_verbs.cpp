@@ -66,12 +66,14 @@ void ForwardVerbs::fill(const ForwardMemory& memory, sluice::ForwardSide& side, 
 
 void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
   const CurrentDevice current(ordinal_);
-  launch_forward_begin(memory, handle(stream));
+  launch_forward_begin(memory, choice_of(memory), handle(stream));
 }
 
 void ForwardVerbs::append(const ForwardMemory& memory, const ForwardLayer& layer) {
   const CurrentDevice current(ordinal_);
-  launch_forward_append(memory, layer.out.tokens == 0 ? ForwardScratch{} : choice_of(memory), layer);
+  const bool attends = layer.out.tokens != 0;
+  if (!attends || !appends_beside_scores(memory))
+    launch_forward_append(memory, attends ? choice_of(memory) : ForwardScratch{}, layer);
   if (layer.rehearsed.tokens != 0) launch_forward_rehearsed(memory.teams(), layer);
   if (layer.out.tokens == 0 || memory.bucket.drafts == 1) return;
   const ForwardMemory teams = memory.teams();
@@ -95,15 +97,16 @@ void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) 
 void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer) {
   const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
+  const ScoreSums sums{.sums = scratch.scored.sums, .softcap = memory.shape.softcap};
+  const ScoreInt4Shape shape{.layout = Int4Layout(memory.layout),
+                             .dtype = memory.layout.dtype,
+                             .group = memory.shape.group(),
+                             .scale = memory.shape.score_scale(),
+                             .multiprocessors = multiprocessors_};
+  if (appends_beside_scores(memory)) return launch_forward_append_score(memory, scratch, layer, sums, shape);
   launch_score_int4(scratch.score_tasks, memory.bucket.decode_rows * memory.shape.kv_heads,
                     memory.scores_in(memory.bucket), memory.bucket.pages, foresight_of(memory, scratch, layer.layer),
-                    {.sums = scratch.scored.sums, .softcap = memory.shape.softcap},
-                    {.layout = Int4Layout(memory.layout),
-                     .dtype = memory.layout.dtype,
-                     .group = memory.shape.group(),
-                     .scale = memory.shape.score_scale(),
-                     .multiprocessors = multiprocessors_},
-                    handle(layer.stream));
+                    sums, shape, handle(layer.stream));
 }
 
 void ForwardVerbs::propose(const ForwardMemory& memory, const ForwardLayer& layer) {

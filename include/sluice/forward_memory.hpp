@@ -108,7 +108,8 @@ struct ForwardMemory {
   float* near_lse = nullptr;             ///< [decode_rows, q_heads]
   // Of rows with a rest, if it keeps_means, in as many parts as a device makes of it:
   float* rest_out = nullptr;  ///< [decode_rows, kv_heads, kMostRestParts, head_dim] its value is the sum
-  /// [decode_rows, kv_heads, kMostRestParts, group, 2] top and mass: what it weighs is the sum of exp(top) * mass.
+  /// [decode_rows, kv_heads, kMostRestParts, group, 2] top and mass: on the CPU it weighs exp(top) * mass; on a GPU the
+  /// parts are what is attended, exp2(top) * mass each, to be taken off all that `score` has added up.
   float* rest_mass = nullptr;
   // As near_out and near_lse, of far rows that the device attends over the link, if it fetches().
   std::uint32_t* fetch_heads = nullptr;  ///< [decode_rows, kv_heads] bit h: query head h attends some

@@ -76,7 +76,9 @@ std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, con
   const bool promotes_apart = near_blocks != 0 && (placement == PlacementMode::stream || fetch_share == 1.f);
   // Where the CPU attends all that is far, the thread blocks that find near rows attend them.
   const bool attends_apart = placement == PlacementMode::stream || fetch_share != 0.f || !in_clusters(shape.head_dim);
-  const std::size_t kernels = 4 + (promotes_apart ? 1 : 0) + (attends_apart ? 1 : 0);
+  // The key and value of one row come in beside the scores of the others.
+  const bool appends_apart = rows != 1 || !gpu::TunedHeadDims::has(shape.head_dim);
+  const std::size_t kernels = 3 + (appends_apart ? 1 : 0) + (promotes_apart ? 1 : 0) + (attends_apart ? 1 : 0);
   if (graph && !chooses_here && !clusters) REQUIRE(graph->nodes() == 2 + kernels * shape.layers);
   std::vector<Teller> tellers;
   std::vector<SequenceId> ids;

@@ -76,6 +76,23 @@ TEST_CASE("of more pages than 256 the values of as many stand for all", "[engine
   goes_on(engine, rig, teller, policy, 2);
 }
 
+TEST_CASE("parts of a long sequence are weighed apart, whoever has them", "[engine][rest]") {
+  const EngineRig rig = engine_rig();
+  const std::uint32_t rows = GENERATE(1u, 2u);
+  CAPTURE(rows);
+  const Story story = story_of(rig, 5020, 916);
+  EngineOptions options = resting(rig, rows, 9);
+  options.host_bytes = 700 * block_bytes(options);  // On a GPU four blocks and more share a row.
+  Engine engine(options, rig.device);
+  for (const bool mass : {false, true}) {
+    CAPTURE(mass);
+    Teller teller{.story = &story, .id = engine.begin(parse_policy(mass ? kTopP : kTopK))};
+    import_story(engine, rig, teller, 5006);
+    goes_on(engine, rig, teller, mass ? kMass : kPicks, 4);  // The third token begins a page.
+    engine.end(teller.id);
+  }
+}
+
 TEST_CASE("a batch of policies with and without a rest attends what each does alone", "[engine][rest]") {
   const EngineRig rig = engine_rig();
   const auto options = [&](std::uint32_t rows, std::uint32_t near) { return resting(rig, rows, near); };

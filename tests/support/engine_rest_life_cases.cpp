@@ -51,7 +51,7 @@ TEST_CASE("tokens of a sequence that are decoded at once, each by itself, have t
   const Story story = story_of(rig, 300, 915);
   Engine engine(resting(rig, 5, near), rig.device);
   Teller teller = begun(engine, rig, story, kTopK, 250);
-  const Bucket bucket{.decode_rows = 5, .unbounded = true};
+  const Bucket bucket{.decode_rows = 5, .unbounded = near == 0};  // Else a GPU may attend where it chooses.
   for (const std::uint32_t count : {5u, 3u, 4u, 5u, 1u, 5u, 5u, 5u}) {
     const std::uint32_t first = teller.at;
     const auto rows = drafts::run(engine, rig, bucket, {{&teller, count}})[0];

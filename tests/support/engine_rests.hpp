@@ -36,6 +36,7 @@ inline void goes_on(Engine& engine, const EngineRig& rig, Teller& teller, const 
   shape.softcap = engine.options().softcap;
   Bucket bucket = engine.options().largest;
   bucket.prefill_rows = bucket.prefills = 0;
+  bucket.unbounded = policy.mass != 0.0;  // Else a GPU may attend where it chooses.
   ForwardTensors tensors(*rig.device, kShape, bucket.rows());
   tensors.set(0, *teller.story, teller.at);
   const std::array items{PlanItem{.sequence = teller.id}};

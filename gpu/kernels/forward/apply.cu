@@ -62,7 +62,12 @@ __global__ void __launch_bounds__(kThreads) copy_codes_kernel(const __grid_const
   }
 }
 
-__global__ void begin_kernel(const __grid_constant__ ForwardMemory m) {
+/// `candidates`: of a layer's choices, `heads` counters that `merge` leaves at 0, and a forward that ended early may
+/// not have.
+__global__ void __launch_bounds__(kThreads)
+    begin_kernel(const __grid_constant__ ForwardMemory m, std::uint32_t* candidates, std::uint32_t heads) {
+  for (std::uint32_t h = threadIdx.x; h < heads; h += kThreads) candidates[h] = 0;
+  if (threadIdx.x != 0) return;
   ForwardState& state = *m.state;
   state.released = state.asked;  // Of a forward that was abandoned.
   state.layer_far_tokens = state.layer_choices = state.arrived = state.merging = 0;
@@ -116,8 +121,10 @@ void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream) {
   if (memory.near_pages != 0) launch_forward_acquire(memory, stream);
 }
 
-void launch_forward_begin(const ForwardMemory& memory, cudaStream_t stream) {
-  begin_kernel<<<1, 1, 0, stream>>>(memory);
+void launch_forward_begin(const ForwardMemory& memory, const ForwardScratch& scratch, cudaStream_t stream) {
+  std::uint32_t* const candidates = scratch.foresight.counts;
+  const std::uint32_t heads = candidates == nullptr ? 0 : memory.largest.decode_rows * memory.shape.q_heads;
+  begin_kernel<<<1, kThreads, 0, stream>>>(memory, candidates, heads);
   check(cudaGetLastError(), "launch the kernel that begins a forward");
 }
 

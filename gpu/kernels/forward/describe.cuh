@@ -56,8 +56,6 @@ __device__ inline void describe(const ForwardMemory& m, const ForwardScratch& sc
   const bool ranks = task.tokens != 0;
   const std::uint32_t values = task.row(m.layout.page_tokens);
   const ForwardCandidates candidates = candidates_of(m, row);
-  for (std::uint32_t h = 0; h < group && scratch.foresight.counts != nullptr; ++h)
-    scratch.foresight.counts[first + h] = 0;
   for (std::uint32_t h = 0; h < group && m.bucket.unbounded; ++h) {
     scratch.top_p_rows[first + h] = {.values = task.out + std::uint64_t{h} * values,
                                      .mask = m.masks + std::uint64_t{first + h} * m.mask_words(),

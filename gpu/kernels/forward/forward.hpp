@@ -5,9 +5,11 @@
 #include <cstdint>
 
 #include "gpu/kernels/attend/attend.hpp"
+#include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/prefill/flex.hpp"
 #include "gpu/kernels/prefill/prefill.hpp"
 #include "gpu/kernels/select/foresight.hpp"
+#include "gpu/kernels/select/score_cut.hpp"
 #include "gpu/kernels/select/top_k.hpp"
 #include "gpu/kernels/select/top_p.hpp"
 #include "sluice/forward_verbs.hpp"
@@ -105,8 +107,14 @@ void launch_forward_acquire(const ForwardMemory& memory, cudaStream_t stream);
 /// Fills those of the latter.
 void launch_forward_fill(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream);
-void launch_forward_begin(const ForwardMemory& memory, cudaStream_t stream);
+void launch_forward_begin(const ForwardMemory& memory, const ForwardScratch& scratch, cudaStream_t stream);
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+/// Whether the new key and value come in beside the scores of the others, in `score`, and nothing is left to `append`.
+[[nodiscard]] bool appends_beside_scores(const ForwardMemory& memory);
+/// Then: thread blocks of a KV head that score.
+[[nodiscard]] score_int4::Cut append_score_cut(const ForwardMemory& memory, std::uint32_t multiprocessors);
+void launch_forward_append_score(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,
+                                 const ScoreSums& sums, const ScoreInt4Shape& shape);
 /// What `append` leaves to do for teams: they are described, and their queries go to both sides.
 void launch_forward_teams(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 /// Rehearsed queries of rows that choose, or of teams, to the host.
@@ -131,6 +139,11 @@ void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scr
 [[nodiscard]] bool attends_in_split(const ForwardMemory& memory, const ForwardScratch& scratch);
 /// Thread blocks that share a row and KV head there, each of which weighs a part of the row's rest.
 [[nodiscard]] std::uint32_t split_blocks(const ForwardMemory& memory, const ForwardScratch& scratch);
+/// Whether tokens of a page may come with one launch, so that means of pages take another one, and are added up in
+/// `split`: those of a prompt, of a team, and of a sequence that decodes several at once. Else `append` does both.
+[[nodiscard]] constexpr bool means_apart(const Bucket& bucket) noexcept {
+  return bucket.prefills != 0 || bucket.decode_rows != 1 || bucket.drafts != 1;
+}
 void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 /// Waits for what the CPU chooses for lists [first, last), and describes it.
 void launch_forward_await(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,

@@ -65,8 +65,14 @@ __device__ inline Exchanged exchange(ListShared& s, const Part& part, const List
 class Found {
  public:
   /// @param room  entries that there is room for, of as many tokens a turn
-  __device__ Found(ListShared& s, std::uint32_t* entries, std::uint32_t room, const Marks& marks)
-      : s_(s), entries_(entries), marks_(marks), words_(min(ListShared::kMostWords, room / kWord)) {
+  /// @param tokens  and where these are kept, too; null: nobody wants to know
+  __device__ Found(ListShared& s, std::uint32_t* entries, std::uint32_t room, const Marks& marks,
+                   std::uint32_t* tokens = nullptr)
+      : s_(s),
+        entries_(entries),
+        tokens_(tokens != nullptr ? tokens : entries),
+        marks_(marks),
+        words_(min(ListShared::kMostWords, room / kWord)) {
     // Each turn is gone through twice, unless it is the only one; few of a long part's tokens are marked.
     const std::uint32_t words = marks.part().count() / kWord;
     if (words > words_ && marked(words) <= room) words_ = words;
@@ -74,12 +80,12 @@ class Found {
   /// Tokens of a turn.
   [[nodiscard]] __device__ std::uint32_t turn() const { return words_ * kWord; }
 
-  /// Looks up what is marked from a number on: a near row | kNearBit each, or a far row. All threads.
-  __device__ __noinline__ void find(const ForwardMemory& m, const Work& work, std::uint32_t number) {
+  /// What is marked from a number on. All threads.
+  __device__ void gather(std::uint32_t number) {
     // Copies: after every store the compiler would read members again, from the caller's stack.
     const Marks marks = marks_;
     ListShared& s = s_;
-    std::uint32_t* const entries = entries_;
+    std::uint32_t* const tokens = tokens_;
     const std::uint32_t words = min(words_, (marks.part().count() - number) / kWord);
     constexpr int kFewBits = 8;
     const std::uint32_t lane = threadIdx.x % kWarp;
@@ -100,13 +106,22 @@ class Found {
         const std::uint32_t word = __shfl_sync(kAll, bits, from);
         const std::uint32_t begin = __shfl_sync(kAll, at, from);
         const std::uint32_t first = marks.part().token_of(own - kWord * (lane - static_cast<std::uint32_t>(from)));
-        if ((word >> lane & 1) != 0) entries[begin + __popc(word & ((1u << lane) - 1))] = first + lane;
+        if ((word >> lane & 1) != 0) tokens[begin + __popc(word & ((1u << lane) - 1))] = first + lane;
       }
       const std::uint32_t first = marks.part().token_of(own);
 #pragma unroll 1
-      for (; !many && bits != 0; bits &= bits - 1) entries[at++] = first + __ffs(static_cast<int>(bits)) - 1;
+      for (; !many && bits != 0; bits &= bits - 1) tokens[at++] = first + __ffs(static_cast<int>(bits)) - 1;
     }
+    count_ = count;
     __syncthreads();
+  }
+
+  /// The same, looked up: a near row | kNearBit each, or a far row. All threads.
+  __device__ __noinline__ void find(const ForwardMemory& m, const Work& work, std::uint32_t number) {
+    gather(number);
+    const std::uint32_t count = count_;
+    const std::uint32_t* const tokens = tokens_;
+    std::uint32_t* const entries = entries_;
     const std::uint32_t* const near_of = m.near_of + m.far_row(work.plane, 0);
     const std::uint32_t* const blocks = m.list_of(work.row.list);
     const std::uint32_t page_shift = m.page_shift;
@@ -115,18 +130,18 @@ class Found {
     const ForwardRow row_of_list = work.row;
     const bool has_window = !work.row.whole();  // Else every token would be in it.
     for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) {
-      const std::uint32_t token = entries[i];
+      const std::uint32_t token = tokens[i];
       const std::uint32_t row = (blocks[token >> page_shift] << page_shift) | (token & in_page);
       const std::uint32_t entry = any_near ? near_of[row] : 0;
       const bool near = (entry & kNearBit) != 0;
       entries[i] = near ? entry : row;
       if (!near && has_window && row_of_list.in_window(token)) m.far_windows[work.index] = 1;
     }
-    count_ = count;
     __syncthreads();
   }
 
-  /// What find() has found: entries() of count().
+  /// What gather() has found, count() of them, and what find() has found of each.
+  [[nodiscard]] __device__ const std::uint32_t* tokens() const { return tokens_; }
   [[nodiscard]] __device__ const std::uint32_t* entries() const { return entries_; }
   [[nodiscard]] __device__ std::uint32_t count() const { return count_; }
 
@@ -159,6 +174,7 @@ class Found {
 
   ListShared& s_;
   std::uint32_t* entries_;
+  std::uint32_t* tokens_;
   Marks marks_;
   std::uint32_t words_;
   std::uint32_t count_ = 0;

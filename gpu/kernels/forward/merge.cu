@@ -1,19 +1,21 @@
 // The end of a layer: the far part's answer is waited for, and near and far become one.
 
-#include <cfloat>
-
+#include "gpu/kernels/forward/center.cuh"
 #include "gpu/kernels/forward/promote.cuh"
 #include "gpu/kernels/forward/wait.cuh"
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/prefill/prefill_output.cuh"
+#include "gpu/kernels/select/power_sum.cuh"
+#include "gpu/kernels/select/score_cut.hpp"
 #include "gpu/tuning.hpp"
 #include "sluice/partial.hpp"
 
 namespace sluice::gpu {
 namespace detail {
 void load_forward_append_kernels();
+void load_forward_append_score_kernels();
 void load_forward_attend_chosen_kernels();
 void load_forward_attend_whole_kernels();
 void load_forward_await_kernel();
@@ -30,7 +32,10 @@ void load_forward_team_kernels();
 
 namespace {
 
+constexpr std::uint32_t kWarp = near::kWarp;
 constexpr std::uint32_t kThreads = near::kThreads;
+constexpr std::uint32_t kWaiter = kThreads / kWarp - 1;  ///< the warp that waits for the answer
+constexpr std::uint32_t kCenterWarp = kWaiter - 1;       ///< and the one that moves a center meanwhile
 
 /// What was attended near, over the link, and far, and what is left, weighs in a head's output.
 struct Weights {
@@ -62,45 +67,42 @@ __device__ Weights weigh(const Mass& near, const Mass& fetched, const Mass& far,
   return {.near = a / sum, .fetched = b / sum, .far = c / sum, .rest = d / sum, .lse = top + logf(sum)};
 }
 
-/// What a row leaves, as the thread blocks of `split` have weighed it, `parts` of them; 0: nothing.
-struct Rest {
-  const float* out;
-  const float2* mass;
-  std::uint32_t parts, group, head_dim;
-
-  __device__ Rest(const ForwardMemory& m, std::uint32_t list, std::uint32_t parts)
-      : out(m.rest_out_of(list)),
-        mass(reinterpret_cast<const float2*>(m.rest_mass_of(list))),
-        parts(parts),
-        group(m.shape.group()),
-        head_dim(m.shape.head_dim) {}
-  /// Its lse to a query head of the group; kEmptyLse: nothing.
-  [[nodiscard]] __device__ float weight(std::uint32_t h) const {
-    float2 each[kMostRestParts];
-    float top = kEmptyLse;
-#pragma unroll
-    for (std::uint32_t p = 0; p < kMostRestParts; ++p) {
-      each[p] = p < parts ? mass[p * group + h] : float2{kEmptyLse, 0.f};
-      top = fmaxf(top, each[p].x);
-    }
-    top = fmaxf(top, -FLT_MAX);
-    float sum = 0.f;
-#pragma unroll
-    for (std::uint32_t p = 0; p < kMostRestParts; ++p) sum += each[p].y * expf(each[p].x - top);
-    return sum <= 0.f ? kEmptyLse : top + logf(sum);  // What is NaN stays.
-  }
-  /// Four channels of its value.
-  [[nodiscard]] __device__ float4 value(std::uint32_t channel) const {
-    float4 sum{};
-#pragma unroll
-    for (std::uint32_t p = 0; p < kMostRestParts; ++p) {
-      if (p >= parts) continue;
-      const float4 part = *reinterpret_cast<const float4*>(out + p * head_dim + channel);
-      sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
-    }
-    return sum;
-  }
+/// Parts that rests come in, of what they weigh and of their values; 0: no row has one.
+struct RestParts {
+  std::uint32_t masses = 0;
+  std::uint32_t means = 0;
 };
+
+/// What a row leaves weighs to a query head, as lse: all that its scores weigh, less what `parts` thread blocks of
+/// `split` say of those that are attended. One warp.
+__device__ float rest_lse_of(const ForwardMemory& m, const ScoredRows& scored, const ForwardRow& row,
+                             std::uint32_t list, std::uint32_t h, std::uint32_t parts) {
+  const std::uint32_t lane = threadIdx.x % kWarp;
+  const std::uint32_t group = m.shape.group();
+  const float2* const all = scored.sums + std::uint64_t{list} * scored.blocks * group + h;
+  const float2* const attended = reinterpret_cast<const float2*>(m.rest_mass_of(list)) + h;
+  const std::uint32_t blocks = min(scored.blocks, (row.tokens - 1) / score_int4::kBlockTokens + 1);
+  const float2 less = lane < parts ? attended[lane * group] : float2{-INFINITY, 0.f};
+  detail::PowerSum sum;
+  for (std::uint32_t i = lane; i < blocks; i += kWarp) sum.add_sum({all[i * group].x, all[i * group].y});
+  sum.add_sum({less.x, less.y}, -1.f);
+  sum.add_lanes();
+  return sum.mass <= 0.f ? kEmptyLse : (sum.top + log2f(sum.mass)) / detail::kLog2E;  // What is NaN stays.
+}
+
+/// Four channels of its value, the same for all heads of the group, in so many parts.
+__device__ float4 rest_value(const ForwardMemory& m, std::uint32_t list, std::uint32_t channel, std::uint32_t parts) {
+  if (parts == 0) return {};
+  const float* const out = m.rest_out_of(list) + channel;
+  float4 sum = *reinterpret_cast<const float4*>(out);
+#pragma unroll
+  for (std::uint32_t p = 1; p < kMostRestParts; ++p) {
+    if (p >= parts) continue;
+    const float4 part = *reinterpret_cast<const float4*>(out + p * m.shape.head_dim);
+    sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
+  }
+  return sum;
+}
 
 __device__ float part(float weight, float value) { return weight > 0.f ? weight * value : 0.f; }
 
@@ -118,9 +120,12 @@ __device__ void put_out(const ForwardLayer& layer, std::byte* row, std::uint32_t
 }
 
 /// Thread block i: row i / kv_heads, KV head i % kv_heads. `kTeams`: rows are teams. `rest_parts`: of what rows leave.
+/// The layer's foresight has been used: its candidates are no more, and centers move.
 template <bool kTeams>
-__device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t rest_parts) {
+__device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardLayer& layer,
+                      const RestParts& rest_parts) {
   __shared__ Weights weights[kMaxGroup];
+  __shared__ float rest_lse[kMaxGroup];
   __shared__ ForwardStatus status;
   const std::uint32_t group = m.shape.group();
   const std::uint32_t head_dim = m.shape.head_dim;
@@ -129,34 +134,40 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, std::ui
   const std::uint64_t first = std::uint64_t{row} * m.shape.q_heads + head * group;
   const std::uint32_t own = kTeams ? m.own_group() : group;  // Of one packed row.
   const auto draft_of = [&](std::uint32_t h) { return kTeams ? h / own : 0; };
-  // All that does not come from the CPU is read while its answer is awaited.
-  const ForwardRow& chooses = m.rows[row];
-  const std::uint32_t list = chooses.list;
-  const std::uint32_t packed = chooses.at;
-  const std::uint32_t heads = kTeams ? chooses.drafts * own : group;
-  // Whether there is anything in a list that the CPU has added to, the answer says.
-  const ForwardRow here = chooses.in(layer.layer, m.window);
-  const bool asks = here.asks != 0;
-  const bool lists_near = kTeams || m.near_counts[blockIdx.x] != 0;  // A team's rows see themselves.
-  const std::uint32_t far_listed = m.far_listed[blockIdx.x];
-  const bool lists_far = asks || far_listed != m.fetched_of(far_listed);
   const auto near_out = [&](std::uint32_t at) {
     if (at >= group * head_dim) return float4{};
     return *reinterpret_cast<const float4*>(m.near_out + first * head_dim + at);
   };
-  const Rest rest(m, blockIdx.x, here.rest != 0 ? rest_parts : 0);  // All heads of the group have the same value.
-  const auto rest_out = [&](std::uint32_t at) { return rest.value(at % head_dim); };
-  float4 rests = rest_out(4 * threadIdx.x);
-  const float rest_lse = threadIdx.x < group ? rest.weight(threadIdx.x) : kEmptyLse;
   float4 near = near_out(4 * threadIdx.x);
   const float near_lse = threadIdx.x < group ? m.near_lse[first + threadIdx.x] : kEmptyLse;
-  if (threadIdx.x == 0) status = forward::await_answer(m, m.bucket.decode_rows * m.shape.kv_heads);
+  // All that does not come from the CPU is read, by other warps than the one that waits, while its answer is awaited.
+  if (threadIdx.x == kWaiter * kWarp) status = forward::await_answer(m, m.bucket.decode_rows * m.shape.kv_heads);
+  const ForwardRow chooses = m.rows[row];
+  const std::uint32_t list = chooses.list;
+  const std::uint32_t packed = chooses.at;
+  const std::uint32_t near_listed = m.near_counts[blockIdx.x];
+  const std::uint32_t far_listed = m.far_listed[blockIdx.x];
+  const auto rest_out = [&](std::uint32_t at) { return rest_value(m, blockIdx.x, at % head_dim, rest_parts.means); };
+  float4 rests = rest_out(4 * threadIdx.x);
+  for (std::uint32_t h = threadIdx.x / kWarp; h < group && threadIdx.x / kWarp != kWaiter; h += kWaiter) {
+    const ForwardRow here = chooses.in(layer.layer, m.window);
+    const bool any = rest_parts.masses != 0 && here.rest != 0;
+    const float lse = any ? rest_lse_of(m, scratch.scored, here, blockIdx.x, h, rest_parts.masses) : kEmptyLse;
+    if (threadIdx.x % kWarp == 0) rest_lse[h] = lse;
+  }
+  const Foresight foresight = foresight_of(m, scratch, layer.layer);
+  if (foresight.counts != nullptr && threadIdx.x < group) foresight.counts[first + threadIdx.x] = 0;
+  if (!kTeams && foresight.centers != nullptr && list != kNone && threadIdx.x / kWarp == kCenterWarp)
+    forward::move_center(forward::Row(layer.k, packed, head), foresight.centers + std::uint64_t{blockIdx.x} * head_dim);
   __syncthreads();
   const bool goes_on = status == ForwardStatus::running;
   // Of a forward that did not begin the rows are not to be believed, and `append` has seen to its outputs.
   if ((!goes_on && status != ForwardStatus::abandoned) || list == kNone) return;
-  const bool has_near = goes_on && lists_near;
-  const bool has_far = goes_on && lists_far;
+  // Whether there is anything in a list that the CPU has added to, the answer says. A team's rows see themselves.
+  const bool asks = chooses.in(layer.layer, m.window).asks != 0;
+  const bool has_near = goes_on && (kTeams || near_listed != 0);
+  const bool has_far = goes_on && (asks || far_listed != m.fetched_of(far_listed));
+  const std::uint32_t heads = kTeams ? chooses.drafts * own : group;
   const std::uint32_t fetches = goes_on && m.fetches() ? m.fetch_heads[blockIdx.x] : 0;
   // What the CPU has just written is read once, in wide words, and all of it at once: each way over the link is long.
   const auto far_out = [&](std::uint32_t at) {
@@ -167,11 +178,12 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, std::ui
   if (threadIdx.x < group) {
     const std::uint64_t h = first + threadIdx.x;
     const float far_lse = has_far ? __ldcv(m.far_lse + h) : kEmptyLse;
+    const float rest = rest_lse[threadIdx.x];
     const bool fetched = (fetches >> threadIdx.x & 1) != 0;
     const Weights mine = weigh({.any = has_near, .lse = has_near ? near_lse : kEmptyLse},
                                {.any = fetched, .lse = fetched ? m.fetched_lse[h] : kEmptyLse},
                                {.any = has_far && !(asks && far_lse == kEmptyLse), .lse = far_lse},
-                               {.any = goes_on && rest_lse != kEmptyLse, .lse = goes_on ? rest_lse : kEmptyLse});
+                               {.any = goes_on && rest != kEmptyLse, .lse = goes_on ? rest : kEmptyLse});
     weights[threadIdx.x] = goes_on ? mine : Weights{.lse = __int_as_float(0x7fc0'0000)};
     if (layer.lse != nullptr && threadIdx.x < heads) {
       const std::uint64_t at = packed + draft_of(threadIdx.x);
@@ -194,10 +206,10 @@ __device__ void merge(const ForwardMemory& m, const ForwardLayer& layer, std::ui
 template <bool kTeams>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
-                 const __grid_constant__ ForwardLayer layer, std::uint32_t rest_parts) {
+                 const __grid_constant__ ForwardLayer layer, const RestParts rest_parts) {
   detail::wait_for_kernel_before();
   const std::uint32_t merges = m.bucket.decode_rows * m.shape.kv_heads;
-  if (blockIdx.x < merges) return merge<kTeams>(m, layer, rest_parts);
+  if (blockIdx.x < merges) return merge<kTeams>(m, scratch, layer, rest_parts);
   near::promote<false>(m, scratch, layer.layer, blockIdx.x - merges);
 }
 
@@ -207,13 +219,19 @@ void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scr
   const std::uint32_t merges = memory.bucket.decode_rows * memory.shape.kv_heads;
   const std::uint32_t promotes = promotes_beside_merge(memory) ? memory.shape.kv_heads : 0;
   const Before before = memory.handover == Handover::stream ? Before::other : Before::kernel;
+  RestParts parts;
+  if (memory.keeps_means) {
+    parts.masses = split_blocks(memory, scratch);
+    parts.means = means_apart(memory.bucket) ? parts.masses : 1;
+  }
   OverlappingLaunch(merges + promotes, kThreads, 0, static_cast<cudaStream_t>(layer.stream), 1, before)
       .run(memory.drafts == 1 ? merge_kernel<false> : merge_kernel<true>, "launch the merge kernel of a forward",
-           memory, scratch, layer, memory.keeps_means ? split_blocks(memory, scratch) : 0);
+           memory, scratch, layer, parts);
 }
 
 void load_forward_kernels() {
   detail::load_forward_append_kernels();
+  detail::load_forward_append_score_kernels();
   detail::load_forward_attend_chosen_kernels();
   detail::load_forward_attend_whole_kernels();
   detail::load_forward_await_kernel();

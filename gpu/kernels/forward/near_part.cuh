@@ -27,8 +27,9 @@ struct NearShared {
     float top[kAttendWarps][kMostHeads];
     float mass[kAttendWarps][kMostHeads];
   } sums;  ///< of the warps
-  AttendSlice slice;  ///< what attend_units reads of it
-  Listed listed;      ///< by the block
+  AttendSlice slice;      ///< what attend_units reads of it
+  std::uint32_t forward;  ///< its number
+  Listed listed;          ///< by the block
 };
 
 /// A block's part of a KV head's near rows. `kDim`: head_dim, of type T.
@@ -48,7 +49,10 @@ class NearPart {
   __device__ void load_queries(float score_scale) const {
     detail::QueryPiece<kDim, 1> query;
     query.load({.q = m_.q + first() * kDim, .heads = m_.shape.group()});
-    if (threadIdx.x == 0) s_.slice = {.base = m_.near, .page_tokens = m_.layout.page_tokens};
+    if (threadIdx.x == 0) {
+      s_.slice = {.base = m_.near, .page_tokens = m_.layout.page_tokens};
+      s_.forward = static_cast<std::uint32_t>(m_.state->forward);
+    }
     query.template store<T>(s_.q, score_scale * detail::kLog2E);
     sync();
   }
@@ -81,10 +85,9 @@ class NearPart {
   /// They are used, see ForwardMemory::keeps_near. Likewise.
   __device__ void use(const std::uint32_t* entries, std::uint32_t count) const {
     if (!m_.keeps_near(work_.row)) return;
-    const auto forward = static_cast<std::uint32_t>(m_.state->forward);
     for (std::uint32_t i = threadIdx.x; i < count; i += kAttendThreads) {
       const std::uint32_t entry = entries[i];
-      if ((entry & kNearBit) != 0) m_.near_rows[m_.near_row(work_.plane, entry & ~kNearBit)].used = forward;
+      if ((entry & kNearBit) != 0) m_.near_rows[m_.near_row(work_.plane, entry & ~kNearBit)].used = s_.forward;
     }
   }
 
@@ -121,9 +124,10 @@ class NearPart {
     const std::uint32_t blocks = part.blocks();
     const std::uint32_t share = (columns() + blocks - 1) / blocks;
     const std::uint32_t mine = threadIdx.x % blocks;
+    const std::uint32_t of_warp = threadIdx.x % kWarp / blocks;  // Whole warps: lanes add to each other.
 #pragma unroll 1
-    for (std::uint32_t i = threadIdx.x / blocks; i - threadIdx.x / blocks < share; i += kThreads / blocks) {
-      const std::uint32_t column = min(part.rank() * share + i, columns() - 1);  // Whole warps: lanes add to each other.
+    for (std::uint32_t i = threadIdx.x / blocks; i - of_warp < share; i += kThreads / blocks) {
+      const std::uint32_t column = min(part.rank() * share + i, columns() - 1);
       const std::uint32_t head = column / kColumns;
       const std::uint32_t dim = column % kColumns * 4;
       const float own_top = detail::load_float_in_cluster(detail::address_in(&s_.result.top[head], mine));

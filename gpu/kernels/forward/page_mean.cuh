@@ -17,12 +17,6 @@ __device__ __noinline__ void mean_of_page_before(const ForwardMemory& m, const F
   detail::mean_page<kType>(m.far_block(plane, block), m.value_mean_of(plane, block), m.far_layout, threadIdx.x % 32);
 }
 
-/// Whether tokens of a page may come with one launch, so that means of pages take another one: those of a prompt, of a
-/// team, and of a sequence that decodes several at once.
-__host__ __device__ constexpr bool means_apart(const ForwardMemory& m, const ForwardLayer& layer) {
-  return layer.out.tokens == 0 || m.bucket.prefills != 0 || m.bucket.decode_rows != 1;
-}
-
 /// Thread block (x, y): packed row x, KV head y. The mean of the page that its token has filled, the others of which
 /// may have come with the same launch, and of the page before one that it begins, whose last token may have come by
 /// itself.

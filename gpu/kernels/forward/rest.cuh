@@ -1,164 +1,106 @@
 #pragma once
 
-#include "gpu/kernels/attend/attend_input.cuh"
-#include "gpu/kernels/elements.cuh"
-#include "gpu/kernels/forward/marks.cuh"
+#include "gpu/kernels/forward/list.cuh"
+#include "gpu/kernels/forward/rest_mean.cuh"
 #include "gpu/kernels/select/power_sum.cuh"
-#include "gpu/kernels/select/score_cut.hpp"
 
 /// What a row leaves, see ForwardRow::rest: all that its scores weigh, which `score` has added up, less what those
-/// weigh that are attended. Every block of a cluster has a part of both, and `merge` adds up.
+/// weigh that are attended. Every block of a cluster says so of its part, and `merge` adds up.
 namespace sluice::gpu::forward {
 
-using detail::PowerSum;
-
-inline constexpr std::uint32_t kRestHeads = 4;  ///< that are weighed at once
+inline constexpr std::uint32_t kRestHeads = 8;  ///< that are weighed at once
 struct RestShared {
-  float tops[kWarps][kRestHeads];
-  float masses[kWarps][kRestHeads];
+  float2 warps[kRestHeads][kWarps];  ///< PowerSum of each
 };
 
-/// Of the scores that a block has a share of, for query head `first` + the thread's number modulo kRestHeads. A
-/// thread's first sum is on its way while others are weighed; few have a second one.
-class Scored {
+/// What attended tokens weigh to heads [first, first + kRestHeads) of a group.
+class Attended {
  public:
-  __device__ Scored(const ForwardMemory& m, const Work& work, const Part& part, const ScoredRows& rows,
-                    std::uint32_t first)
-      : group_(m.shape.group()), step_(kThreads / kRestHeads * part.blocks()) {
-    const std::uint32_t head = first + threadIdx.x % kRestHeads;
-    sums_ = rows.sums + std::uint64_t{work.index} * rows.blocks * group_ + head;
-    blocks_ = head < group_ ? min(rows.blocks, (work.row.tokens - 1) / score_int4::kBlockTokens + 1) : 0;
-    at_ = part.rank() + threadIdx.x / kRestHeads * part.blocks();
-    if (at_ < blocks_) read_ = sums_[at_ * group_];
+  /// Of nothing yet. All threads; each warp sees its own sums.
+  __device__ Attended(const ForwardMemory& m, const Work& work, std::uint32_t first, RestShared& s)
+      : m_(m), work_(work), first_(first), heads_(min(kRestHeads, m.shape.group() - first)), s_(s) {
+    if (lane() < kRestHeads) s_.warps[lane()][warp()] = {-INFINITY, 0.f};
+    __syncwarp();
   }
-  [[nodiscard]] __device__ PowerSum sum() {
-    PowerSum sum{.top = read_.x, .mass = read_.y};
-    for (std::uint32_t i = at_ + step_; i < blocks_; i += step_)
-      sum.add_sum({sums_[i * group_].x, sums_[i * group_].y});
-    return sum;
+
+  /// Adds some tokens, one for each of `threads` threads, the last ones first: those of warps that attend nothing.
+  /// `kCapped`: scores may be soft-capped.
+  template <bool kCapped>
+  __device__ __forceinline__ void add(const std::uint32_t* tokens, std::uint32_t count, std::uint32_t threads) const {
+    constexpr std::uint32_t kAtOnce = 4;
+    if (threads - kWarp * (warp() + 1) >= count) return;
+    const std::uint32_t stride = work_.row.tokens;
+    const float softcap = kCapped ? m_.shape.softcap : 0.f;
+    const float* const scores =
+        m_.scores + std::uint64_t{work_.index} * m_.shape.group() * m_.score_room() + std::uint64_t{first_} * stride;
+#pragma unroll 1
+    for (std::uint32_t h = 0; h < heads_; h += kAtOnce) {
+      detail::PowerSum sums[kAtOnce];
+#pragma unroll 1
+      for (std::uint32_t i = threads - 1 - threadIdx.x; i < count; i += threads) {
+        float x[kAtOnce];  // Of heads that are not there the last one's.
+#pragma unroll
+        for (std::uint32_t k = 0; k < kAtOnce; ++k)
+          x[k] = __ldcg(scores + std::uint64_t{min(h + k, heads_ - 1)} * stride + tokens[i]);
+#pragma unroll
+        for (std::uint32_t k = 0; k < kAtOnce; ++k) {
+          const float one[1] = {detail::exponent_of(x[k], softcap)};
+          sums[k].add(one);
+        }
+      }
+      detail::add_lanes(sums);
+      detail::PowerSum own = sums[0];
+#pragma unroll
+      for (std::uint32_t k = 1; k < kAtOnce; ++k) own = lane() == k ? sums[k] : own;
+      if (lane() >= min(kAtOnce, heads_ - h)) continue;
+      float2& before = s_.warps[h + lane()][warp()];
+      own.add_sum({before.x, before.y});
+      before = {own.top, own.mass};
+    }
+  }
+
+  /// The block's part of all that was added, of head `first` + h. One warp, behind a barrier.
+  __device__ void put(std::uint32_t part, std::uint32_t h) const {
+    if (h >= heads_) return;
+    detail::PowerSum sum;
+    if (lane() < kWarps) sum = {.top = s_.warps[h][lane()].x, .mass = s_.warps[h][lane()].y};
+    sum.add_lanes();
+    auto* const out = reinterpret_cast<float2*>(m_.rest_mass_of(work_.index)) + part * m_.shape.group();
+    if (lane() == 0) out[first_ + h] = {sum.top, sum.mass};
   }
 
  private:
-  const float2* sums_;
-  std::uint32_t group_, blocks_, at_, step_;
-  float2 read_ = {-INFINITY, 0.f};
+  [[nodiscard]] __device__ static std::uint32_t lane() { return threadIdx.x % kWarp; }
+  [[nodiscard]] __device__ static std::uint32_t warp() { return threadIdx.x / kWarp; }
+
+  const ForwardMemory& m_;
+  const Work& work_;
+  std::uint32_t first_, heads_;
+  RestShared& s_;
 };
 
-/// Of the tokens that are marked in the block's part, for heads [first, first + kRestHeads) of the group. A warp takes
-/// a word, a few at a time: of most words no token is marked.
-__device__ __forceinline__ void weigh_marked(const ForwardMemory& m, const Work& work, const Marks& marks,
-                                             std::uint32_t first, PowerSum (&sums)[kRestHeads]) {
-  constexpr std::uint32_t kAtOnce = 4;
-  const std::uint32_t lane = threadIdx.x % kWarp;
-  const std::uint32_t stride = work.row.tokens;
-  const std::uint32_t heads = min(kRestHeads, m.shape.group() - first);
-  const float softcap = m.shape.softcap;
-  const float* scores[kRestHeads];  // Of heads that are not there the last one's.
-#pragma unroll
-  for (std::uint32_t h = 0; h < kRestHeads; ++h)
-    scores[h] = m.scores + std::uint64_t{work.index} * m.shape.group() * m.score_room() +
-                std::uint64_t{first + min(h, heads - 1)} * stride;
-#pragma unroll 1
-  for (std::uint32_t base = threadIdx.x / kWarp; base * kWord < marks.part().count(); base += kWarp * kWarps) {
-    const std::uint32_t word = base + lane * kWarps;
-    const std::uint32_t own = marks.word(word * kWord);
-#pragma unroll 1
-    for (std::uint32_t some = __ballot_sync(kAll, own != 0); some != 0;) {
-      float x[kRestHeads][kAtOnce];
-#pragma unroll
-      for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-        const std::uint32_t from = some != 0 ? __ffs(static_cast<int>(some)) - 1 : 0;
-        const std::uint32_t bits = some != 0 ? __shfl_sync(kAll, own, from) : 0;
-        const std::uint32_t token = marks.part().token_of((base + from * kWarps) * kWord) + lane;
-        some &= some - 1;
-#pragma unroll
-        for (std::uint32_t h = 0; h < kRestHeads; ++h)
-          x[h][i] = (bits >> lane & 1) != 0 ? __ldcg(scores[h] + token) : -INFINITY;
-      }
-#pragma unroll
-      for (std::uint32_t h = 0; h < kRestHeads; ++h) {
-#pragma unroll
-        for (std::uint32_t i = 0; i < kAtOnce; ++i) x[h][i] = detail::exponent_of(x[h][i], softcap);
-        sums[h].add(x[h]);
-      }
-    }
-  }
-}
-
-/// The means of a block's share of the pages that stand for the rest, added up: eight channels of a thread.
-__device__ inline void add_means(const ForwardMemory& m, const Work& work, const Part& part,
-                                 float (&sum)[detail::kUnit]) {
-  const std::uint32_t units = m.shape.head_dim / detail::kUnit;
-  const std::uint32_t at_once = kThreads / units;
-  const std::uint32_t own = threadIdx.x / units;
-  if (own >= at_once) return;
-  const std::uint32_t* const blocks = m.list_of(work.row.list);
-#pragma unroll 4
-  for (std::uint32_t i = part.rank() + own * part.blocks(); i < work.row.rest; i += at_once * part.blocks()) {
-    const std::uint32_t block = blocks[work.row.rest_page(i, m.layout.page_tokens)];
-    const std::byte* const mean = m.value_mean_of(work.plane, block) + threadIdx.x % units * 16;
-    float values[detail::kUnit];
-    m.layout.dtype == DType::f16 ? detail::load_unit<DType::f16>(mean, values)
-                                 : detail::load_unit<DType::bf16>(mean, values);
-#pragma unroll
-    for (std::uint32_t c = 0; c < detail::kUnit; ++c) sum[c] += values[c];
-  }
-}
-
-/// What the threads of a block have added up, of `at_once` rows each, as a share of all that stands for the rest.
-__device__ inline void put_means(const ForwardMemory& m, const Work& work, const Part& part, float* rows,
-                                 const float (&sum)[detail::kUnit]) {
-  const std::uint32_t head_dim = m.shape.head_dim;
-  const std::uint32_t at_once = kThreads / (head_dim / detail::kUnit);
-  if (threadIdx.x < at_once * (head_dim / detail::kUnit)) {
-#pragma unroll
-    for (std::uint32_t c = 0; c < detail::kUnit; ++c) rows[threadIdx.x * detail::kUnit + c] = sum[c];
-  }
-  __syncthreads();
-  if (threadIdx.x >= head_dim) return;
-  float all = 0.f;
-#pragma unroll 8
-  for (std::uint32_t r = 0; r < at_once; ++r) all += rows[r * head_dim + threadIdx.x];
-  m.rest_out_of(work.index)[part.rank() * head_dim + threadIdx.x] = all / static_cast<float>(work.row.rest);
-}
-/// Bytes of shared memory that it takes.
-inline constexpr std::uint32_t kRestBytes = kThreads * detail::kUnit * sizeof(float);
-
-/// The block's part of what a row leaves, which has a rest. `rows`: kRestBytes that nobody uses any more once all are
-/// here. All threads.
-__device__ __noinline__ inline void weigh_rest(const ForwardMemory& m, const Work& work, const Marks& marks,
-                                               const ScoredRows& all, RestShared& s, float* rows) {
-  const std::uint32_t group = m.shape.group();
-  const std::uint32_t lane = threadIdx.x % kWarp;
+/// The block's part of what is attended of a row with a rest. `found`: once nobody needs what it has. All threads.
+__device__ __noinline__ inline void weigh_rest(const ForwardMemory& m, const Work& work, Found& found, const Part& part,
+                                               RestShared& s) {
   const std::uint32_t warp = threadIdx.x / kWarp;
-  const Part& part = marks.part();
-  auto* const mass = reinterpret_cast<float2*>(m.rest_mass_of(work.index)) + part.rank() * group;
-  float means[detail::kUnit] = {};
-  add_means(m, work, part, means);  // Requested before what takes longer.
 #pragma unroll 1
-  for (std::uint32_t first = 0; first < group; first += kRestHeads) {
-    Scored scored(m, work, part, all, first);
-    PowerSum marked[kRestHeads];
-    weigh_marked(m, work, marks, first, marked);
-    PowerSum left = scored.sum();
-    left.add_lanes(kRestHeads);
-    detail::add_lanes(marked);
-    __syncthreads();  // The sums of the heads before these have been read.
-#pragma unroll
-    for (std::uint32_t h = 0; h < kRestHeads; ++h) {
-      if (lane != h) continue;
-      left.add_sum(marked[h], -1.f);
-      s.tops[warp][h] = left.top;
-      s.masses[warp][h] = left.mass;
+  for (std::uint32_t first = 0; first < m.shape.group(); first += kRestHeads) {
+    const Attended attended(m, work, first, s);
+#pragma unroll 1
+    for (std::uint32_t base = 0; base < part.count(); base += found.turn()) {
+      if (first == 0 || part.count() > found.turn()) found.gather(base);  // Else it is there still.
+      attended.add<true>(found.tokens(), found.count(), kThreads);
     }
     __syncthreads();
-    if (warp >= kRestHeads || first + warp >= group) continue;
-    PowerSum sum;
-    if (lane < kWarps) sum = {.top = s.tops[lane][warp], .mass = s.masses[lane][warp]};
-    sum.add_lanes();
-    if (lane == 0) mass[first + warp] = {sum.top * detail::kLn2, sum.mass};
+    if (warp < kRestHeads) attended.put(part.rank(), warp);
+    __syncthreads();
   }
-  put_means(m, work, part, rows, means);
+}
+
+/// And of its value, in shared memory that nobody uses any more.
+__device__ inline void put_rest_mean(const ForwardMemory& m, const Work& work, const Part& part, void* memory) {
+  put_rest_mean<kThreads>(m, work.row, work.index, work.plane, part.rank(), part.blocks(),
+                          *static_cast<RestMeanShared<kThreads>*>(memory));
 }
 
 }  // namespace sluice::gpu::forward

@@ -6,6 +6,7 @@
 #include "gpu/kernels/compiled.hpp"
 #include "gpu/kernels/forward/far_list.cuh"
 #include "gpu/kernels/forward/near_part.cuh"
+#include "gpu/kernels/forward/rest.cuh"
 #include "gpu/kernels/forward/split.cuh"
 #include "gpu/kernels/forward/split.hpp"
 #include "gpu/kernels/load.hpp"
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                         const __grid_constant__ Foresight foresight, std::uint32_t layer, std::uint32_t room,
                         std::uint32_t list_room, float score_scale) {
   using Near = NearPart<T, kDim>;
-  extern __shared__ __align__(16) Candidate memory[];  // Of a choice, then of what is found, then of results; and marks.
+  extern __shared__ __align__(16) Candidate memory[];  // Of a choice, then of what is found, and so on; and marks.
   __shared__ SplitShared s;
   __shared__ typename Near::Shared near_shared;
   detail::wait_for_kernel_before();
@@ -42,7 +43,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Part& part = marks.part();
   const bool foreseen = mark<false>(m, work, foresight, s.choice, memory, room, marks);
   Near near(m, work, near_shared, reinterpret_cast<typename Near::WarpOut*>(memory));
-  Found found(s.list, reinterpret_cast<std::uint32_t*>(memory), 2 * Choice::memory(room), marks);
+  auto* const words = reinterpret_cast<std::uint32_t*>(memory);
+  Found found(s.list, words, Choice::memory(room), marks, words + Choice::memory(room));
   const Listed listed = list_far(m, work, near_shared.listed, found, part);
   if (asks) {
     if (threadIdx.x % kWarp == 0) tell(m, layer, work, listed);
@@ -52,6 +54,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     near.load_queries(score_scale);
   }
+  const bool has_rest = work.row.rest != 0;
+  const Attended attended(m, work, 0, s.rest);
   const bool once = part.count() <= found.turn();  // It is there still.
 #pragma unroll 1
   for (std::uint32_t base = 0; base < part.count(); base += found.turn()) {
@@ -59,14 +63,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (!asks) {
       near.attend(found.entries(), found.count());
       near.use(found.entries(), found.count());
+      if (has_rest) attended.add<false>(found.tokens(), found.count(), kAttendThreads);
     }
     if (!once) __syncthreads();
   }
   if (!asks) near.conclude();
   __syncthreads();  // Also where the cluster is this block alone.
-  if (work.row.rest != 0) weigh_rest(m, work, marks, scratch.scored, s.rest, reinterpret_cast<float*>(memory));
+  if (has_rest && means_apart(m.bucket)) put_rest_mean(m, work, part, memory);
   detail::cluster_sync_own();
   near.merge(part);
+  constexpr std::uint32_t kPuts = kWarps - kRestHeads;  // The first warp that does: those before it have more to merge.
+  if (has_rest && threadIdx.x / kWarp >= kPuts) attended.put(part.rank(), threadIdx.x / kWarp - kPuts);
   __syncwarp();
   detail::cluster_sync_own();  // No block ends whose result another one reads.
 }

@@ -32,9 +32,28 @@ __device__ inline Came await_word(const ForwardMemory& m, std::uint64_t& word, s
 /// Of as many threads that wait so: together they look no oftener than one of a few would.
 __device__ inline std::uint32_t nap_of(std::uint32_t threads) { return min(50 * threads, 4000u); }
 
-/// The first of `blocks` thread blocks to get here looks at the answer, over the link; the others look at what it says,
-/// in device memory: many that poll over the link stand in each other's way, and one that has not begun would keep them
-/// waiting. One thread of each block. Returns how the forward is then.
+/// Waits for the answer to question `asked`, over the link. One thread. Returns whether it has come.
+__device__ inline bool await_answered(const ForwardMemory& m, std::uint64_t asked, std::uint64_t begin) {
+  const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system> answered(m.mailbox->answer.answered);
+  // A layer waits no longer for having waited in `fetch`.
+  const std::uint64_t since = m.fetches_chosen ? m.state->fetching_ns : begin;
+  while (answered.load(cuda::memory_order_acquire) < asked) {
+    if (now_ns() - since > m.answer_ns) {
+      const cuda::atomic_ref<ForwardStatus, cuda::thread_scope_device> status(m.state->status);
+      status.store(ForwardStatus::abandoned, cuda::memory_order_relaxed);
+      return false;
+    }
+    __nanosleep(20);
+  }
+  return true;
+}
+
+/// Thread blocks at most that each look at the answer over the link: more stand in each other's way.
+inline constexpr std::uint32_t kMostPollers = 16;
+
+/// Each of `blocks` thread blocks looks at the answer; or of many the first to get here, and the others look at what it
+/// says, in device memory, as one that has not begun would keep them waiting. One thread of each block. Returns how the
+/// forward is then.
 __device__ inline ForwardStatus await_answer(const ForwardMemory& m, std::uint32_t blocks) {
   ForwardState& state = *m.state;
   const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device> released(state.released);
@@ -42,26 +61,23 @@ __device__ inline ForwardStatus await_answer(const ForwardMemory& m, std::uint32
   // On their way together: of these only `released` and `status` change while kernels merge, and only once.
   const ForwardStatus before = status.load(cuda::memory_order_relaxed);
   const std::uint64_t asked = state.asked;
-  const std::uint64_t known = released.load(cuda::memory_order_relaxed);
-  if (before != ForwardStatus::running) return before;
-  cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> merging(state.merging);
-  const std::uint32_t turn = merging.fetch_add(1, cuda::memory_order_relaxed);
-  if (turn == blocks - 1) merging.store(0, cuda::memory_order_relaxed);
-  if (turn == 0 && known != asked) {
-    const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_system> answered(m.mailbox->answer.answered);
+  const std::uint64_t known = released.load(cuda::memory_order_acquire);
+  if (before != ForwardStatus::running || known == asked) return before;
+  const bool all_look = blocks <= kMostPollers;
+  std::uint32_t turn = blockIdx.x;
+  if (!all_look) {
+    cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> merging(state.merging);
+    turn = merging.fetch_add(1, cuda::memory_order_relaxed);
+    if (turn == blocks - 1) merging.store(0, cuda::memory_order_relaxed);
+  }
+  if (all_look || turn == 0) {
     const std::uint64_t begin = now_ns();
-    // A layer waits no longer for having waited in `fetch`.
-    const std::uint64_t since = m.fetches_chosen ? state.fetching_ns : begin;
-    while (answered.load(cuda::memory_order_acquire) < asked) {
-      if (now_ns() - since > m.answer_ns) {
-        status.store(ForwardStatus::abandoned, cuda::memory_order_relaxed);
-        break;
-      }
-      __nanosleep(20);
+    const bool came = await_answered(m, asked, begin);
+    if (turn == 0) {
+      state.waited_ns += now_ns() - begin;
+      released.store(asked, cuda::memory_order_release);
     }
-    const std::uint64_t end = now_ns();
-    released.store(asked, cuda::memory_order_release);
-    state.waited_ns += end - begin;
+    return came ? status.load(cuda::memory_order_relaxed) : ForwardStatus::abandoned;
   }
   while (released.load(cuda::memory_order_acquire) != asked) __nanosleep(20);
   return status.load(cuda::memory_order_relaxed);

@@ -54,9 +54,11 @@ struct Part {
   std::uint32_t first_head, heads;
   std::uint32_t count;   ///< tokens of the row's pages
   std::uint32_t stride;  ///< values of the row
-  std::uint32_t blocks;  ///< that share its chunks
+  std::uint32_t block;   ///< of the `blocks` that share its chunks
+  std::uint32_t blocks;
+  std::uint32_t visible = kNone;  ///< values from here on are those of nothing: their copies are on their way
 
-  [[nodiscard]] __device__ std::uint32_t chunk(std::uint32_t i) const { return blockIdx.x + i * blocks; }
+  [[nodiscard]] __device__ std::uint32_t chunk(std::uint32_t i) const { return block + i * blocks; }
   /// Of a warp in turn `i`: its first token, and its first octet among the block's.
   [[nodiscard]] __device__ std::uint32_t first(std::uint32_t i) const {
     return chunk(i) * kBlockTokens + threadIdx.x / kWarp * kWarpTokens;
@@ -73,6 +75,7 @@ __device__ __forceinline__ Part part_of(const ScoreInt4Task& task, std::uint32_t
             .heads = lists ? 1 : group,
             .count = task.estimates(page_tokens),
             .stride = task.row(page_tokens),
+            .block = blockIdx.x,
             .blocks = cut.blocks};
   if (!lists && blockIdx.z != 0) part.heads = part.count = 0;
   return part;
@@ -92,8 +95,9 @@ __device__ void stage_octets(Shared<kHeadDim>& s, const Part& part, const Int4La
       const std::uint32_t row = token - page * page_tokens;
       const PageRun run = s.task.run(part.first_head, page, page_tokens);
       const auto in_octet = [&](std::uint32_t at) { return min(max(at, row) - row, kRows); };
-      if (in_octet(run.begin) < in_octet(run.end)) {
-        rows = static_cast<Rows>(in_octet(run.begin) | in_octet(run.end) << 8);
+      const std::uint32_t end = in_octet(min(run.end, part.visible - min(part.visible, token - row)));
+      if (in_octet(run.begin) < end) {
+        rows = static_cast<Rows>(in_octet(run.begin) | end << 8);
         const std::uint64_t copy = s.task.frames[run.page] * layout.page_bytes();
         codes = copy + row * layout.row_bytes();
         params = copy + layout.params_offset() + row * Int4Layout::kParamBytes;
@@ -105,16 +109,26 @@ __device__ void stage_octets(Shared<kHeadDim>& s, const Part& part, const Int4La
   }
 }
 
+/// Where queries are read, float32: [heads, kHeadDim].
+template <std::uint32_t kHeadDim>
+struct QueryRows {
+  const float* q;
+  [[nodiscard]] __device__ float operator()(std::uint32_t head, std::uint32_t channel) const {
+    return q[std::uint64_t{head} * kHeadDim + channel];
+  }
+};
+
 /// A query as a warp reads it: in registers until it is staged, as it is requested early.
 template <std::uint32_t kHeadDim>
 struct QueryRow {
   float values[kHeadDim / kWarp];
   /// Of head first + the warp's number; heads beyond the last are 0.
-  __device__ __forceinline__ void load(const ScoreInt4Task& task, std::uint32_t first, std::uint32_t heads) {
+  template <class Queries>
+  __device__ __forceinline__ void load(const Queries& queries, std::uint32_t first, std::uint32_t heads) {
     const std::uint32_t head = threadIdx.x / kWarp;
-    const float* const q = task.q + std::uint64_t{first + head} * kHeadDim + threadIdx.x % kWarp;
 #pragma unroll
-    for (std::uint32_t i = 0; i < kHeadDim / kWarp; ++i) values[i] = head < heads ? q[i * kWarp] : 0.f;
+    for (std::uint32_t i = 0; i < kHeadDim / kWarp; ++i)
+      values[i] = head < heads ? queries(first + head, i * kWarp + threadIdx.x % kWarp) : 0.f;
   }
 };
 
