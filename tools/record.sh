@@ -7,22 +7,28 @@ usage() {
 usage: tools/record.sh DIR [host|cuda[:N]] [option...]     all parts, then tables.md and accuracy.svg from them
        tools/record.sh DIR --merge [option...]             tables.md and accuracy.svg from the parts that DIR holds
        tools/record.sh --list [host|cuda[:N]]              the parts
-  --part N       only part N, a number or a name of the list, which leaves NAME.json in DIR; no tables
+  --part N       only part N, a number or a name of the list, which leaves NAME.json in DIR, and in NAME.seconds what it took;
+                 no tables
   --sluice PATH  the command, else $SLUICE, else build/release/tools/cli/sluice
   --model DIR    the model, else $MODEL, else tests/data/testbed
-A part takes at most 7 minutes on an H200 with 16 cores; without a GPU it may take an hour.
+A part is meant to take at most 7 minutes on an H200 with 16 cores, and tables name those that took longer; without a GPU it may
+take an hour.
 Smaller runs, to try it out: RECORD_SHORT=2K,8K RECORD_LONG=32000 RECORD_COUNT=8 RECORD_POLICIES=...
 RECORD_SWEEP_LENGTH=8192 RECORD_SWEEP_COUNT=4 RECORD_TEXT_LENGTHS="8K 32K" RECORD_TEXT_TOKENS=257 RECORD_TEXTS=4
-RECORD_NEEDLE_TOKENS=128K RECORD_NEEDLE_STEPS=8
+RECORD_NEEDLE_TOKENS=128K RECORD_NEEDLE_STEPS=8 RECORD_THREADS="1 16" (1 2 without a GPU) RECORD_THREADS_LENGTH=128K
+RECORD_MEMORY="8G 16G 32G 64G" (64G needs more than 80 GB)
 RECORD_LAYER_LENGTHS="32K 128K" RECORD_LAYER_STEPS=12 RECORD_PREFILL_LENGTHS="2K,8K 16K 32000" RECORD_PREFILL_LAYER=4K,...
 RECORD_ABLATION_LENGTHS=32K,128K (8K without a GPU) RECORD_CORE_LENGTHS=4K,8K,16K,32K,64K,128K RECORD_PLAN_LENGTHS=4K,16K,64K,128K (1K,4K without a GPU) RECORD_PLAN_LAYERS=32 (4)
 RECORD_PATTERN_LENGTHS=128K (8K without a GPU)
 RECORD_PYTHON=python3 (figures of the papers are parts where it has torch, transformers and matplotlib, models of transformers
-where it has the package, too, and torch a GPU)
+where it has the package, too, and torch a GPU; compare-* measures what attention kernels it has)
+RECORD_FAR="--far 2048 --far-shape llama-3.1-8b" (of paired-*; empty: no budget)
 RECORD_FIGURES="--count 2 --steps 24" RECORD_PAIRS=32 RECORD_FLEX_LENGTH=128K (8K without a GPU)
 RECORD_CLUSTER_LENGTHS=32K,64K,128K (2K,8K without a GPU) RECORD_PROMPT_TOKENS=32700
 RECORD_SERVE="--random-weights llama-3.1-8b --kv-size 4G ..." (see the script; a tiny model without a GPU)
 (here with their defaults; lists of words are parts of their own).
+Other models and prompts: RECORD_SECOND=DIR (a second model, of which near-accuracy-second-* are parts) RECORD_SEED=N (the first
+prompt's, as eval's --seed).
 END
 }
 
@@ -73,7 +79,7 @@ esac
 }
 
 # Each idea has a file with its parts, IDEA_parts, a name a line, and with what measures one of them, measure_IDEA.
-ideas='tasks prompts answers speed decode models figures'
+ideas='tasks prompts answers speed decode compare models figures'
 for idea in $ideas; do
   # shellcheck disable=SC1090 # Named above.
   . "$root/tools/record/$idea.sh"
@@ -84,7 +90,7 @@ eval_tasks() {
   name=$1 tasks=$2 lengths=$3 prompts=$4 audit=$5 named=$6
   shift 6
   "$sluice" eval --model "$model" --device "$device" --tasks "$tasks" --lengths "$lengths" --count "$prompts" \
-    --audit "$audit" --policies "$named" "$@" -o json --output "$out/$name.json"
+    --audit "$audit" --policies "$named" ${RECORD_SEED:+--seed "$RECORD_SEED"} "$@" -o json --output "$out/$name.json"
 }
 
 # Every part with its idea, a line each, in the order in which tables show them. A part's name is also that of its file.
@@ -93,9 +99,22 @@ parts() {
   echo "$catalogue" | sed 's/ .*//'
 }
 
+# skip NAME WHY: of a part that this machine cannot measure, which is no reason to stop.
+skip() {
+  skipped=yes
+  echo "record.sh: $1 is skipped: $2" >&2
+}
+
+# measure NAME: what it took is left beside its results, in NAME.seconds.
 measure() {
+  rm -f "$out/$1.seconds"
   idea=$(echo "$catalogue" | awk -v wanted="$1" '$1 == wanted { print $2; exit }')
+  skipped='' began=$(date +%s)
   "measure_$idea" "$1"
+  [ -z "$skipped" ] || return 0
+  seconds=$(($(date +%s) - began))
+  echo "$seconds" >"$out/$1.seconds"
+  echo "record.sh: $1 took $seconds s" >&2
 }
 
 # Number or name to name.

@@ -23,11 +23,20 @@ estimates="$estimates;exact | hadamard | top_k=128 | $always;exact | channels=16
 # Tasks whose answers are held against those of dense attention, and near memory of a recall cache, percent.
 paired='kv multi table near_keys turns count long_copy'
 rooms='0 10 20 30 40 60'
+# Likewise of 32,000 tokens, with a GPU by estimate 100 seconds each: 32 prompts that are answered twice.
+paired_long='niah multikey kv multi table near_keys turns count'
+far=${RECORD_FAR-"--far 2048 --far-shape llama-3.1-8b"}
+# What gains where everything lies near, of which decode-near-all-* has the times; answers are the same wherever it lies.
+near_policies='full;sluice;quest;twilight;tactic | int4;exact | int4 | top_k=max(64, 2%)'
 
 answers_parts() {
   for task in niah multikey kv; do echo "later-$task"; done
   echo question-seen
   for task in $paired; do echo "paired-$task"; done
+  for task in $paired_long; do echo "paired-32000-$task"; done
+  echo near-accuracy # 180 at most: 96 answers; of the second model's two other tasks the testbed has none
+  # 270 at most each: 144 answers
+  [ -z "${RECORD_SECOND:-}" ] || for length in 2K 8K; do echo "near-accuracy-second-$length"; done
   for type in bf16 fp8_e4m3; do echo "dtype-$type"; done
   for room in $rooms; do echo "recall-$room"; done
   for placement in hybrid stream; do echo "psa-$placement"; done
@@ -38,16 +47,28 @@ answers_parts() {
   for length in ${RECORD_TEXT_LENGTHS:-8K 32K}; do echo "text-$length"; done
 }
 
+# pairs NAME TASK LENGTHS: answers of the default beside those of dense attention.
+pairs() {
+  # shellcheck disable=SC2086 # Options.
+  eval_tasks "$1" "$2" "$3" "${RECORD_PAIRS:-32}" 0 "full;sluice" --paired $far
+}
+
+# near_accuracy NAME MODEL TASKS LENGTHS
+near_accuracy() {
+  "$sluice" eval --model "$2" --device "$device" --tasks "$3" --lengths "$4" --count "$count" --seed "${RECORD_SEED:-4242}" --audit 4 \
+    --policies "$near_policies" -o json --output "$out/$1.json"
+}
+
 # A part that answers_parts names.
 measure_answers() {
   rest=${1#*-}
   case $1 in
     later-*) eval_tasks "$1" "$rest" "$short" "$count" 8 "$later" ;;
     question-seen) eval_tasks "$1" kv "$short" "$count" 8 "$later" --decode-prompt 1 ;;
-    paired-*)
-      eval_tasks "$1" "$rest" "$short" "${RECORD_PAIRS:-32}" 0 "full;sluice" --paired --far 2048 \
-        --far-shape llama-3.1-8b
-      ;;
+    paired-32000-*) pairs "$1" "${rest#*-}" "${RECORD_LONG:-32000}" ;;
+    paired-*) pairs "$1" "$rest" "$short" ;;
+    near-accuracy) near_accuracy "$1" "$model" kv "$short" ;;
+    near-accuracy-second-*) near_accuracy "$1" "$RECORD_SECOND" kv,multi,table "${1##*-}" ;;
     dtype-*) eval_tasks "$1" niah,multikey,kv "$short" "$count" 8 "full;sluice;lfps;topk" --kv-dtype "$rest" ;;
     recall-*) eval_tasks "$1" niah,kv "$sweep_length" 1 1 "arkvale:dense=0;psa" --placement stream --near "$rest%" ;;
     psa-*) eval_tasks "$1" kv "${short%%,*}" 4 1 psa --placement "$rest" ;;

@@ -5,8 +5,14 @@
 #   [d] `bench decode`: 15 GiB of random weights are drawn in 3; a prompt of 128K tokens, 16 GiB, is imported in 10
 # None was timed as a part; all are bounded by what they were when their tables were made, in calls of at most 7 minutes.
 
+memory=${RECORD_MEMORY:-8G 16G 32G 64G}
+every_preset='full;sluice;quest;twilight;streaming;arkvale;psa;lfps;topk;snapkv;adakv;pyramidkv;tactic;infinigen;double_sparsity;adamas'
+every_preset="$every_preset;magicpig;vattention;exact | int4 | top_p=0.95;tactic | int4"
+
 decode_parts() {
   [ "$device" != host ] || return 0
+  echo decode-default      # 40 [b]: eight layers of six lengths, two of 256K and 512K
+  echo decode-default-uniform # 40 [b]: likewise, where attention has no pattern
   echo decode-lengths      # 80 [b]: six lengths, of which 64K and 128K are three quarters
   echo decode-256K         # 40 [b]: as 128K with 32 layers
   echo decode-512K         # 40 [b]: likewise
@@ -23,12 +29,15 @@ decode_parts() {
   for way in device stream host; do echo "decode-handover-$way"; done # 40 each [b]
   for batch in 8x32K 32x8K 4x128K ragged; do echo "decode-batch-$batch"; done # 60 each [b]: as many tokens, two placements
   for what in lengths batch 512K; do echo "decode-near-$what"; done # 60 each [b]
+  for what in 128K 512K 8x512K; do echo "decode-near-all-$what"; done # 60 each [b]: six policies; 16 GiB of rows at most
+  echo presets             # 90 [b]: twenty policies, four layers of 8K and 32K tokens
+  echo plan-others         # 140 on an H200: 83 for the machine, 54 for 27 configurations
   echo decode-model        # 90 [d]: 2 lengths, 3 methods
   echo decode-model-batch  # 120 [d]: four prompts of 128K, and one at a time for dense attention
   echo decode-pattern      # 100 [d]: as decode-model
   echo decode-pattern-batch # 140 [d]: as decode-model-batch, and a forward of all is audited: 32 GiB of keys
-  for size in 8G 16G 32G; do echo "decode-memory-32K-$size"; done # 120 each [d]: 16 prompts of 32K at most, 64 GiB of host memory
-  for size in 8G 16G 32G; do echo "decode-memory-128K-$size"; done # 120 each [d]
+  for size in $memory; do echo "decode-memory-32K-$size"; done # 120 each [d]: 16 prompts of 32K at most, 64 GiB of host memory
+  for size in $memory; do echo "decode-memory-128K-$size"; done # 120 each [d]
   # LFPS end to end, as in its paper a batch of eight, beside what it is made of.
   echo decode-lfps-8K      # 60 [d]: 8 GiB of prompts for each of seven methods
   echo decode-lfps-32K     # 150 [d]: 32 GiB for each of four
@@ -40,8 +49,18 @@ decode_parts() {
 decode_layer() {
   name=$1
   shift
-  "$sluice" bench gpu --device "$device" --sections attention --steps 12 --warm-up 96 "$@" \
+  "$sluice" bench gpu --device "$device" --sections attention --steps 12 --warm-up "${warm_up:-96}" "$@" \
     -o json --output "$out/$name.json"
+}
+
+# decode_default NAME [option...]: the default policy from 4K to 512K tokens.
+decode_default() {
+  whole=$1
+  shift
+  decode_layer "$whole" --policies sluice --length 4K,8K,16K,32K,64K,128K --layers 8 "$@"
+  warm_up=64
+  decode_layer "$whole-long" --policies sluice --length 256K,512K --layers 2 "$@"
+  warm_up=''
 }
 
 # decode_model NAME [option...]: tokens of Llama-3.1-8B with random weights.
@@ -70,6 +89,40 @@ decode_near() {
   esac
   # shellcheck disable=SC2086 # Options.
   decode_layer "$1" --policies "twilight;quest;sluice" --placements near $shape
+}
+
+# decode_near_all NAME SHAPE: what reads less where everything is near, and chooses on the device.
+decode_near_all() {
+  case $2 in
+    128K) shape="--length 32K,128K --rows 1,8 --layers 2" ;;
+    512K) shape="--length 512K --rows 1 --layers 2" ;;
+    8x512K) shape="--length 512K --rows 8 --layers 1" ;;
+  esac
+  # shellcheck disable=SC2086 # Options.
+  "$sluice" bench gpu --device "$device" --sections attention --placements near --steps 12 --warm-up 8 \
+    --policies "sluice;quest;twilight;tactic | int4;exact | int4 | top_k=max(64, 2%)" $shape -o json --output "$out/$1.json"
+}
+
+# What the plan makes of policies, placements, batches and lengths that the machine's file does not have.
+plan_others() {
+  whole=$1 reports=0
+  set --
+  other() {
+    reports=$((reports + 1))
+    "$sluice" bench gpu --device "$device" --sections attention --steps 12 --warm-up 48 "$@" \
+      -o json --output "$out/$whole-$reports.json"
+  }
+  "$sluice" doctor --machine "$out/$whole-machine.json" >/dev/null
+  other --policies sluice --placements hybrid,near,stream --length 16K,64K --layers 8
+  other --policies "full;streaming;lfps;topk;exact | int4 | top_p=0.95;psa" --length 16K --layers 8
+  other --policies "tactic;magicpig;snapkv;double_sparsity" --length 16K --layers 4
+  other --policies "quest;twilight" --placements hybrid,near --length 64K --layers 4
+  other --policies "quest;sluice" --length 16K --rows 8 --layers 4
+  other --policies sluice --length 64K --rows 4 --layers 4
+  other --policies "lfps;psa" --placements stream --length 32K --layers 4
+  other --policies "full;tactic | int4" --placements near --length 64K --layers 4
+  while [ $# -lt $reports ]; do set -- "$@" "$out/$whole-$(($# + 1)).json"; done
+  "$sluice" plan --machine "$out/$whole-machine.json" --measured "$@" -o json --output "$out/$whole.json"
 }
 
 # decode_batches NAME POLICIES SHAPE: everything near, as Tactic and Twilight were published; 64: most sequences.
@@ -116,6 +169,8 @@ decode_memory() {
 measure_decode() {
   budget="sluice | far=max(4096, 0.5%)"
   case $1 in
+    decode-default) decode_default "$1" ;;
+    decode-default-uniform) decode_default "$1" --pattern uniform ;;
     decode-lengths) decode_layer "$1" --policies sluice --length 4K,8K,16K,32K,64K,128K --layers 32 ;;
     decode-256K) decode_layer "$1" --policies sluice --length 256K --layers 16 ;;
     decode-512K) decode_layer "$1" --policies sluice --length 512K --layers 8 ;;
@@ -138,7 +193,13 @@ measure_decode() {
       decode_layer "$1" --policies sluice --length 32K,128K --layers 32 --handover "${1#decode-handover-}"
       ;;
     decode-batch-*) decode_batch "$1" "${1#decode-batch-}" ;;
+    decode-near-all-*) decode_near_all "$1" "${1#decode-near-all-}" ;;
     decode-near-*) decode_near "$1" "${1#decode-near-}" ;;
+    presets)
+      "$sluice" bench gpu --device "$device" --sections attention --steps 8 --warm-up 24 --layers 4 --length 8K,32K \
+        --policies "$every_preset" -o json --output "$out/$1.json"
+      ;;
+    plan-others) plan_others "$1" ;;
     decode-model)
       decode_model "$1" --length 32K,128K --steps 16 --warm-up 48 --methods "dense;near/sluice;hybrid/$budget"
       ;;

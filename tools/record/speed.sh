@@ -22,6 +22,8 @@ else
     --prefill-chunk 1K --rates 0.5,1,1.5,2,2.5,3,4 --seconds 7 --tbt-limit 100 --queue-limit 2"
 fi
 serve=${RECORD_SERVE:-$serve}
+[ "$device" = host ] && threads='1 2' || threads='1 16'
+threads=${RECORD_THREADS:-$threads}
 
 speed_parts() {
   for what in together apart alpha bypass; do echo "core-$what"; done
@@ -29,6 +31,8 @@ speed_parts() {
   echo core-kernels-fp8
   echo cpu-batches
   echo cpu-ragged
+  for number in $threads; do echo "cpu-threads-$number"; done # 30 each: a layer of 128K tokens, chosen from in three ways
+  echo cpu-engine          # 120 with 16 cores: twelve engines, of 128K tokens four layers
   echo plan
   echo serve               # --seconds of arrivals at each rate, half as much again at most, three runs by bisection, and 3 for each engine
   echo clusters            # 6 on an H200
@@ -41,6 +45,21 @@ core() {
   shift 3
   "$sluice" bench cpu --threads 1 --sections attention --steps 12 --length "$lengths" --policies "$named" "$@" \
     -o json --output "$out/$name.json"
+}
+
+# The engine by itself, without near memory: by the default, and attending everything in place.
+engine_alone() {
+  whole=$1
+  alone() {
+    name=$1
+    shift
+    "$sluice" bench gpu --device host --sections attention --near 0 --policies sluice --steps 8 --warm-up 2 "$@" \
+      -o json --output "$out/$name.json"
+  }
+  alone "$whole" --length 8K,32K --layers 8 --dense-tokens 0
+  alone "$whole-all" --length 8K,32K --layers 8 --dense-tokens 256K
+  alone "$whole-128K" --length 128K --layers 4 --dense-tokens 0
+  alone "$whole-128K-all" --length 128K --layers 4 --dense-tokens 256K
 }
 
 # The machine as it is measured, configurations that are timed on it, and what the plan makes of each.
@@ -103,6 +122,11 @@ measure_speed() {
       "$sluice" bench cpu --threads 2 --sections attention --policies "topk;lfps" --steps 8 --length "${RECORD_CPU_RAGGED:-32K}" \
         --ragged 1K --rows 8 -o json --output "$out/$1.json"
       ;;
+    cpu-threads-*)
+      "$sluice" bench cpu --threads "${1##*-}" --sections attention,kernels --policies "topk;lfps" \
+        --length "${RECORD_THREADS_LENGTH:-128K}" -o json --output "$out/$1.json"
+      ;;
+    cpu-engine) engine_alone "$1" ;;
     plan) plan ;;
     ablation) ablation "$1" ;;
     # PSA's experiment: the highest rate that each method holds, with the same device memory for keys and values.
