@@ -29,7 +29,7 @@ decode_parts() {
   for way in device stream host; do echo "decode-handover-$way"; done # 40 each [b]
   for batch in 8x32K 32x8K 4x128K ragged; do echo "decode-batch-$batch"; done # 60 each [b]: as many tokens, two placements
   for what in lengths batch 512K; do echo "decode-near-$what"; done # 60 each [b]
-  for what in 128K 512K 8x512K; do echo "decode-near-all-$what"; done # 60 each [b]: six policies; 16 GiB of rows at most
+  for what in 128K 512K 8x512K; do echo "decode-near-all-$what"; done # 140, 50 and 190 [b]: 11, 4 and 16 GiB for each of five policies
   echo presets             # 90 [b]: twenty policies, four layers of 8K and 32K tokens
   echo plan-others         # 140 on an H200: 83 for the machine, 54 for 27 configurations
   echo decode-model        # 90 [d]: 2 lengths, 3 methods
