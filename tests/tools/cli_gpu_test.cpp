@@ -142,7 +142,7 @@ TEST_CASE("bench gpu: policies that choose on the CPU are not placed near", "[cl
 TEST_CASE("bench gpu --ragged has sequences between two lengths in a forward", "[cli]") {
   const auto attended = [](const std::string& ragged) {
     const Outcome outcome = without_gpu(
-        "bench gpu --device host --length 1K --layers 1 --steps 2 --warm-up 0 --rows 3 --threads 1 --near 0 "
+        "bench gpu --device host --length 1K --layers 1 --steps 2 --warm-up 0 --batch 3 --threads 1 --near 0 "
         "--policies full --sections attention -o json " +
         ragged);
     CAPTURE(outcome.err);

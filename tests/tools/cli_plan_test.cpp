@@ -28,6 +28,24 @@ TEST_CASE("plan: dense attention takes what its bytes take on the lanes that it 
   REQUIRE(stream.at("cpu_us") == 0.0);
 }
 
+TEST_CASE("plan: a whole model reads its weights, once for a batch") {
+  Planner planner;
+  // Read at 1,000 GB/s, in ms. Of Llama-3.1-8B 6,979,321,856 of 8 billion parameters are in layers, 525,336,576 in the
+  // head.
+  const auto weights_ms = [&](const std::string& flags) {
+    const json row = planner.rows("--length 8K " + flags)[0];
+    return row.at("model_ms").get<double>() - row.at("token_ms").get<double>();
+  };
+  const double layers = 2 * 6'979'321'856.0 / 1e9, head = 2 * 525'336'576.0 / 1e9;
+  CHECK(weights_ms("") == Approx(layers + head));
+  CHECK(weights_ms("--rows 4") == Approx(layers + head));
+  CHECK(weights_ms("--gpus 2") == Approx((layers + head) / 2));
+  CHECK(weights_ms("--layers 8") == Approx(layers / 4 + head));
+  CHECK(weights_ms("--device-gbps 500") == Approx(2 * (layers + head)));
+  CHECK(weights_ms("--shape llama-3.1-70b") == Approx(2 * 69.5e9 / 1e9).epsilon(0.001));
+  CHECK(weights_ms("--shape testbed") == Approx(2 * 13'492'224 / 1e9));
+}
+
 TEST_CASE("plan: a budget of far tokens is written behind policies, printed, and bounds what the CPU reads") {
   Planner planner;
   const std::string flags = "--policies 'sluice | top_k=1%;twilight | dense=0' --length 32K --layers 2 --near-hits 0";

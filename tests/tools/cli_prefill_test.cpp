@@ -232,7 +232,7 @@ TEST_CASE("bench prefill checks every prompt of a batch, whose chunks are attend
 TEST_CASE("bench prefill times k-means of a prompt's keys beside its dense attention", "[cli]") {
   const std::string bench =
       "bench prefill --shape testbed --length 1K --chunk 512 --gammas '' --structures uniform "
-      "--rows 1,2 --threads 2 --repeat 1 ";
+      "--batch 1,2 --threads 2 --repeat 1 ";
   CHECK(!results_of(bench).contains("clusters"));
   const json rows = results_of(bench + "--clusters 32").at("clusters");
   REQUIRE(rows.size() == 2);

@@ -6,6 +6,7 @@
 
 #include "tests/support/catch.hpp"
 #include "tests/support/data.hpp"
+#include "tests/tools/cli_plan.hpp"
 #include "tests/tools/cli_process.hpp"
 
 using nlohmann::json;
@@ -21,15 +22,16 @@ const std::string kData = sluice::test::test_data();
 
 /// tools/record.sh with everything as small as it may be.
 Outcome record(const std::string& arguments, const std::string& command = sluice::test::cli_path()) {
-  return sluice::test::shell("SLUICE='" + command + "' MODEL='" + kData +
-                             "/testbed' RECORD_SHORT=512 RECORD_LONG=600 RECORD_COUNT=1 "
-                             "RECORD_TEXT_LENGTHS=512 RECORD_TEXT_TOKENS=20 RECORD_TEXTS=1 RECORD_PAIRS=1 "
-                             "RECORD_SWEEP_LENGTH=512 RECORD_FLEX_LENGTH=512 RECORD_CPU_BATCH=512 "
-                             "RECORD_CPU_RAGGED=2K RECORD_ABLATION_LENGTHS=512 RECORD_SERVE='--random-weights tiny "
-                             "--kv-size 2M --host-size 4M "
-                             "--prompt 64 --answer 4 --rates 20,40 --seconds 0.2 --tbt-limit 1000' "
-                             "RECORD_POLICIES='full;streaming:recent=8' sh '" +
-                             kData + "/../../tools/record.sh' " + arguments);
+  return sluice::test::shell(
+      "SLUICE='" + command + "' MODEL='" + kData +
+      "/testbed' RECORD_SHORT=512 RECORD_LONG=600 RECORD_COUNT=1 "
+      "RECORD_TEXT_LENGTHS=512 RECORD_TEXT_TOKENS=20 RECORD_TEXTS=1 RECORD_PAIRS=1 "
+      "RECORD_SWEEP_LENGTH=512 RECORD_FLEX_LENGTH=512 RECORD_CPU_BATCH=512 "
+      "RECORD_CPU_RAGGED=2K RECORD_ABLATION_LENGTHS=512 RECORD_THREADS='1 2' RECORD_SERVE='--random-weights tiny "
+      "--kv-size 2M --host-size 4M "
+      "--prompt 64 --answer 4 --rates 20,40 --seconds 0.2 --tbt-limit 1000' "
+      "RECORD_POLICIES='full;streaming:recent=8' sh '" +
+      kData + "/../../tools/record.sh' " + arguments);
 }
 
 }  // namespace
@@ -45,7 +47,7 @@ TEST_CASE("the record is measured in parts and merged from those that there are"
     CAPTURE(part, outcome.err);
     REQUIRE(outcome.code == 0);
   }
-  CHECK(scratch.entries() == 4);  // With the text.
+  CHECK(scratch.entries() == 7);  // With the text, and what each took.
   CHECK(json::parse(read_file(scratch.file("tasks-kv-short.json"))).at("results").at("eval").size() == 2);
   if (std::system("python3 -c '' 2>/dev/null") != 0) {
     WARN("skipped: python3 makes the tables, and there is none");
@@ -60,6 +62,7 @@ TEST_CASE("the record is measured in parts and merged from those that there are"
   CHECK_FALSE(contains(tables, "`tasks-kv-short`"));
   CHECK(contains(tables, "| `full` | 1.00 | 1.00 |"));  // Both lengths in one table.
   CHECK(contains(tables, "| `streaming:recent=8` | 0.00 |"));
+  CHECK(contains(tables, "Seconds of the parts\n\n| part | s |\n|---|--:|\n| tasks-kv-short | "));
   CHECK(contains(tables, "| `full` | 512 | 19 |"));  // Predictions, of which the last is not known.
   const std::string svg = read_file(scratch.file("accuracy.svg"));
   CHECK(svg.starts_with("<svg"));
@@ -68,6 +71,7 @@ TEST_CASE("the record is measured in parts and merged from those that there are"
 
 // The command of a machine with a GPU, as far as the parts tell: what it is asked for is done on the CPU, and small.
 const char* const kSmaller = R"(#!/bin/sh
+[ "$1" != doctor ] || { echo 'MACHINE' >"$3"; exit; }
 [ "$1" != link ] || { shift $(($# - 1)); echo '{"host": {"gpu": "none", "cpu": "one"}, "version": "0", "results": {}}' >"$1"; exit; }
 [ "$1 $2" != "bench decode" ] || set -- "$@" --random-weights tiny
 count=$# before=
@@ -92,6 +96,7 @@ TEST_CASE("what the record times, and what it asks of models, are options that t
   const TemporaryDirectory scratch, made;
   std::string wrapper = kSmaller;
   wrapper.replace(wrapper.find("COMMAND"), 7, "'" + sluice::test::cli_path() + "'");
+  wrapper.replace(wrapper.find("MACHINE"), 7, sluice::test::plans::machine().dump());
   const std::string command = scratch.write("sluice", wrapper);
   REQUIRE(std::system(("chmod +x '" + command + "'").c_str()) == 0);
   const std::string directory = "'" + made.file("") + "' cuda ";
@@ -103,9 +108,10 @@ TEST_CASE("what the record times, and what it asks of models, are options that t
     const bool wanted = part.starts_with("decode-") || part.starts_with("cpu-") || part.starts_with("flex-") ||
                         part.starts_with("paired-k") || part.starts_with("recall-1") || part.starts_with("psa-") ||
                         part.starts_with("dtype-f") || part == "question-seen" || part == "link" || part == "serve" ||
-                        part == "ablation";
-    const bool alike =
-        part.ends_with("-8G") || part.ends_with("-16G") || part.ends_with("0.2") || part.ends_with("0.3");
+                        part == "ablation" || part == "presets" || part == "plan-others" || part == "near-accuracy" ||
+                        part == "paired-32000-kv";
+    const bool alike = part.ends_with("-8G") || part.ends_with("-16G") || part.ends_with("-32G") ||
+                       part == "cpu-threads-1" || part.ends_with("0.2") || part.ends_with("0.3");
     if (!wanted || alike) continue;
     const Outcome outcome = record(directory + "--part " + part, command);
     CAPTURE(part, outcome.err);
@@ -113,7 +119,7 @@ TEST_CASE("what the record times, and what it asks of models, are options that t
     CHECK(json::parse(read_file(made.file(part + ".json"))).contains("results"));
     ++parts;
   }
-  CHECK(parts > 36);
+  CHECK(parts > 46);
   if (std::system("python3 -c '' 2>/dev/null") != 0) return;
   const Outcome merged = record(directory + "--merge", command);
   CAPTURE(merged.err);
@@ -121,7 +127,9 @@ TEST_CASE("what the record times, and what it asks of models, are options that t
   for (const char* const title :
        {"Decoding: one layer, us", "Decoding: whole models", "Requests as they come", "The highest of these rates",
         "FlexPrefill by gamma", "Answers beside those of dense", "Batches on the CPU", "Other element types",
-        "What a layer takes beyond", "| ablation-sinks | 512 | `lfps \\| bypass=off` | off |"})
+        "What a layer takes beyond", "Answers where everything may be near", "| decode-default-long | ",
+        "Planned and measured", "One layer on several cores", "| cpu-engine-128K-all | ",
+        "| presets | 512 | `vattention` | ", "| ablation-sinks | 512 | `lfps \\| bypass=off` | off |"})
     CHECK(contains(merged.out, title));
 }
 
@@ -147,8 +155,83 @@ TEST_CASE("benchmarks of models are parts where there is a Python for them", "[c
   REQUIRE(outcome.code == 0);
   const json report = json::parse(read_file(made.file("model-generate-128K.json")));
   CHECK(contains(report.at("results").at("models").at(0).at("asked").get<std::string>(), "--tokens 128K"));
-  CHECK(made.entries() == 1);
+  CHECK(made.entries() == 2);  // With what it took.
   CHECK(contains(with_python(directory + "--merge").out, "Models of transformers: generate"));
+}
+
+TEST_CASE("other libraries are measured where there is a torch that sees a GPU, and skipped with a word where not",
+          "[cli]") {
+  const TemporaryDirectory scratch, made;
+  const std::string beside = R"({"host": {"gpu": "one", "cpu": "one"}, "version": "0", "results": {"beside": [)"
+                             R"({"shape": "1x4K", "kernel": "sluice dense", "us": 10.0}, )"
+                             R"({"shape": "1x4K", "kernel": "FlashAttention-3", "us": 12.5}, )"
+                             R"({"kernel": "FlashInfer XQA", "error": "missing: no flashinfer"}]}})";
+  const auto with_torch = [&](bool there, const std::string& arguments) {
+    const std::string python =
+        scratch.write("python", "#!/bin/sh\n[ \"$1\" != -c ] || exit " + std::string(there ? "0" : "1") +
+                                    "\nfor file; do :; done\n[ -f \"$1\" ] && echo '" + beside + "' >\"$file\"\n");
+    REQUIRE(std::system(("chmod +x '" + python + "'").c_str()) == 0);
+    return sluice::test::shell("RECORD_PYTHON='" + python + "' SLUICE='" + sluice::test::cli_path() + "' sh '" + kData +
+                               "/../../tools/record.sh' '" + made.file("") + "' cuda " + arguments);
+  };
+  const Outcome skipped = with_torch(false, "--part compare-prefill");
+  CHECK(skipped.code == 0);
+  CHECK(contains(skipped.err,
+                 "compare-prefill is skipped: '" + scratch.file("python") + "' has no torch that sees a GPU"));
+  CHECK(made.entries() == 0);
+  if (std::system("python3 -c '' 2>/dev/null") != 0) return;
+  const Outcome outcome = with_torch(true, "--part compare-prefill");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  CHECK(made.entries() == 2);
+  const std::string tables = with_torch(true, "--merge").out;
+  CHECK(contains(tables, "Beside other libraries: prefill"));
+  CHECK(contains(tables, "| 1x4K | 10.0 (1.00) | 12.5 (1.25) |"));
+  CHECK(contains(tables, "- FlashInfer XQA: missing: no flashinfer"));
+}
+
+TEST_CASE("what parts took stands below the tables, and those that took too long are named", "[cli]") {
+  if (std::system("python3 -c '' 2>/dev/null") != 0) {
+    WARN("skipped: python3 makes the tables, and there is none");
+    return;
+  }
+  const TemporaryDirectory scratch, made;
+  const auto command = [&](const std::string& body) {
+    const std::string path = scratch.write("sluice", "#!/bin/sh\n" + body);
+    REQUIRE(std::system(("chmod +x '" + path + "'").c_str()) == 0);
+    return path;
+  };
+  const std::string directory = "'" + made.file("") + "' host ";
+  const std::string report = R"({"host": {"cpu": "one"}, "version": "0", "results": {}})";
+  const std::string slow = command("sleep 1.1\nfor file; do :; done\necho '" + report + "' >\"$file\"\n");
+  const Outcome outcome = record(directory + "--part sweep", slow);
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const int took = std::stoi(read_file(made.file("sweep.seconds")));
+  CHECK(took >= 1);
+  const std::string row = "| sweep | " + std::to_string(took) + " |\n";
+  const std::string alone = record(directory + "--merge").out;
+  CHECK(contains(alone, row + "| all of these | " + std::to_string(took) + " |\n"));
+  CHECK_FALSE(contains(alone, "Above"));
+  made.write("needles-1.seconds", "420\n");
+  made.write("needles-16.seconds", "421\n");
+  const std::string merged = record(directory + "--merge").out;
+  CHECK(contains(merged,
+                 row + "| needles-1 | 420 |\n| needles-16 | 421 |\n| all of these | " + std::to_string(took + 841)));
+  CHECK(contains(merged, "Above 420 s, the most that a part may take with a GPU: `needles-16` (421 s).\n"));
+  // What one took that fails is not what the one before it took.
+  CHECK(record(directory + "--part sweep", command("exit 1\n")).code != 0);
+  CHECK_FALSE(contains(record(directory + "--merge").out, "| sweep |"));
+}
+
+TEST_CASE("the record's scripts have nothing that shellcheck warns of", "[cli]") {
+  if (std::system("command -v shellcheck >/dev/null") != 0) {
+    WARN("skipped: there is no shellcheck");
+    return;
+  }
+  const Outcome outcome = sluice::test::shell("cd '" + kData + "/../../tools' && shellcheck -x record.sh record/*.sh");
+  INFO(outcome.out);
+  CHECK(outcome.code == 0);
 }
 
 TEST_CASE("a part that there is not is refused", "[cli]") {

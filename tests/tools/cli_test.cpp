@@ -162,7 +162,7 @@ TEST_CASE("bench cpu checks itself and reports phases and ratios", "[cli]") {
 TEST_CASE("bench cpu holds a batch against dense attention of the batch, which is what each sequence gives alone",
           "[cli]") {
   const Outcome outcome = sluice::test::sluice(
-      "bench cpu --shape testbed --length 2K --rows 1,3 --ragged 300 --steps 2 --threads 2 --sections attention "
+      "bench cpu --shape testbed --length 2K --batch 1,3 --ragged 300 --steps 2 --threads 2 --sections attention "
       "--policies 'topk;lfps' -o json");
   CAPTURE(outcome.err);
   REQUIRE(outcome.code == 0);

@@ -32,7 +32,7 @@ lines() {
 }
 
 # A part that models_parts names.
-measure_model() {
+measure_models() {
   case $1 in
     model-generate-32K)
       lines "$1" generate --tokens 32K --caches device,sluice,offloaded --chunk 16K --steps 12 --warm-up 10 --json

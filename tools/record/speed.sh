@@ -1,48 +1,42 @@
 # shellcheck shell=sh disable=SC2154
-# Parts of the record that time this machine: sourced by record.sh, which sets sluice, device and out.
-# Behind each part of a GPU, in seconds on an H100 or H200 with 16 cores: what it takes by estimate, and what that is from:
-#   [b] `bench gpu` with 8K, 32K and 128K tokens and 32 layers took 50: making the layer's tokens and pinning them, 16 GiB at 128K
-#   [d] `bench decode`: 15 GiB of random weights are drawn in 3; a prompt of 128K tokens, 16 GiB, is imported in 10
-#   [s] measured: --seconds of arrivals, half as much again at most, three runs by bisection, and 3 for each engine
-# None was timed as a part; all are bounded by what they were when their tables were made, in calls of at most 7 minutes.
+# Parts of the record that time this machine, whatever it has: sourced by record.sh, which sets sluice, device and out.
+# How parts with a GPU were estimated: decode.sh.
+
+core_lengths=${RECORD_CORE_LENGTHS:-4K,8K,16K,32K,64K,128K}
+# LFPS: thresholds of its tables, and of its bypass where heads have sinks.
+alphas='lfps:alpha=0.1;lfps:alpha=0.2;lfps:alpha=0.3;lfps:alpha=0.4'
+bypasses='lfps | bypass=off;lfps | bypass=sink:0.95;lfps | bypass=sink:0.9;lfps;lfps | bypass=sink:0.8'
+bypasses="$bypasses;lfps | bypass=sink:0.75;lfps | bypass=sink:0.7"
+
+if [ "$device" = host ]; then
+  plan_lengths=${RECORD_PLAN_LENGTHS:-1K,4K} plan_layers=${RECORD_PLAN_LAYERS:-4} plan_short=2K
+  cluster_lengths=${RECORD_CLUSTER_LENGTHS:-2K,8K}
+  ablation_lengths=${RECORD_ABLATION_LENGTHS:-8K} ablation_layers=4
+  serve="--random-weights tiny --threads 2 --kv-size 4M --host-size 12M --prompt 800 --answer 32 --batch 16
+    --prefill-chunk 256 --rates 5,10,20,30,40,60,80 --seconds 6 --tbt-limit 100 --queue-limit 0.5"
+else
+  plan_lengths=${RECORD_PLAN_LENGTHS:-4K,16K,64K,128K} plan_layers=${RECORD_PLAN_LAYERS:-32} plan_short=32K
+  cluster_lengths=${RECORD_CLUSTER_LENGTHS:-32K,64K,128K}
+  ablation_lengths=${RECORD_ABLATION_LENGTHS:-32K,128K} ablation_layers=8
+  serve="--random-weights llama-3.1-8b --kv-size 4G --host-size 12G --prompt 8K --answer 128 --batch 16
+    --prefill-chunk 1K --rates 0.5,1,1.5,2,2.5,3,4 --seconds 7 --tbt-limit 100 --queue-limit 2"
+fi
+serve=${RECORD_SERVE:-$serve}
+[ "$device" = host ] && threads='1 2' || threads='1 16'
+threads=${RECORD_THREADS:-$threads}
 
 speed_parts() {
+  for what in together apart alpha bypass; do echo "core-$what"; done
   echo core-kernels
   echo core-kernels-fp8
   echo cpu-batches
   echo cpu-ragged
+  for number in $threads; do echo "cpu-threads-$number"; done # 30 each: a layer of 128K tokens, chosen from in three ways
+  echo cpu-engine          # 120 with 16 cores: twelve engines, of 128K tokens four layers
   echo plan
-  echo serve
+  echo serve               # --seconds of arrivals at each rate, half as much again at most, three runs by bisection, and 3 for each engine
   echo clusters            # 6 on an H200
   echo ablation            # 70 [b]: eight layers; exact top-k of 128K tokens takes the CPU 7 ms a layer
-  [ "$device" != host ] || return 0
-  echo decode-lengths      # 80 [b]: six lengths, of which 64K and 128K are three quarters
-  echo decode-256K         # 40 [b]: as 128K with 32 layers
-  echo decode-512K         # 40 [b]: likewise
-  echo decode-short        # 30 [b]
-  for size in 8K 32K; do echo "decode-costs-$size"; done # 110 each [b]: 41 and 36 sequences of these lengths, four engines
-  echo decode-uniform      # 30 [b]
-  echo decode-other        # 60 [b]: four policies
-  for what in 32K 128K 64; do # 60 to 90 each, by what parts of them took on an H200
-    echo "decode-tactic-$what"
-    echo "decode-twilight-$what"
-  done
-  for length in 8K 32K; do echo "decode-tokens-$length"; done # 25 for 32K on an H200, 75 for 8K [d]
-  for policy in sluice tactic; do echo "prompt-$policy"; done # 3 each on an H200
-  for way in device stream host; do echo "decode-handover-$way"; done # 40 each [b]
-  for batch in 8x32K 32x8K 4x128K ragged; do echo "decode-batch-$batch"; done # 60 each [b]: as many tokens, two placements
-  for what in lengths batch 512K; do echo "decode-near-$what"; done # 60 each [b]
-  echo decode-model        # 90 [d]: 2 lengths, 3 methods
-  echo decode-model-batch  # 120 [d]: four prompts of 128K, and one at a time for dense attention
-  echo decode-pattern      # 100 [d]: as decode-model
-  echo decode-pattern-batch # 140 [d]: as decode-model-batch, and a forward of all is audited: 32 GiB of keys
-  for size in 8G 16G 32G; do echo "decode-memory-32K-$size"; done # 120 each [d]: 16 prompts of 32K at most, 64 GiB of host memory
-  for size in 8G 16G 32G; do echo "decode-memory-128K-$size"; done # 120 each [d]
-  # LFPS end to end, as in its paper a batch of eight, beside what it is made of.
-  echo decode-lfps-8K      # 60 [d]: 8 GiB of prompts for each of seven methods
-  echo decode-lfps-32K     # 150 [d]: 32 GiB for each of four
-  echo decode-drafts       # 120 [d]
-  echo link                # 60: `link --quick`, and pinning 8 GiB
 }
 
 # core NAME LENGTHS POLICIES [option...]: attention of one layer on one core.
@@ -51,6 +45,21 @@ core() {
   shift 3
   "$sluice" bench cpu --threads 1 --sections attention --steps 12 --length "$lengths" --policies "$named" "$@" \
     -o json --output "$out/$name.json"
+}
+
+# The engine by itself, without near memory: by the default, and attending everything in place.
+engine_alone() {
+  whole=$1
+  alone() {
+    name=$1
+    shift
+    "$sluice" bench gpu --device host --sections attention --near 0 --policies sluice --steps 8 --warm-up 2 "$@" \
+      -o json --output "$out/$name.json"
+  }
+  alone "$whole" --length 8K,32K --layers 8 --dense-tokens 0
+  alone "$whole-all" --length 8K,32K --layers 8 --dense-tokens 256K
+  alone "$whole-128K" --length 128K --layers 4 --dense-tokens 0
+  alone "$whole-128K-all" --length 128K --layers 4 --dense-tokens 256K
 }
 
 # The machine as it is measured, configurations that are timed on it, and what the plan makes of each.
@@ -91,86 +100,16 @@ ablation() {
     --policies "lfps;lfps | bypass=off;topk | bypass=sink:0.85;topk"
 }
 
-# decode_layer NAME [option...]: attention of a layer, of the default policy unless an option says otherwise.
-decode_layer() {
-  name=$1
-  shift
-  "$sluice" bench gpu --device "$device" --sections attention --steps 12 --warm-up 96 "$@" \
-    -o json --output "$out/$name.json"
-}
-
-# decode_model NAME [option...]: tokens of Llama-3.1-8B with random weights.
-decode_model() {
-  name=$1
-  shift
-  "$sluice" bench decode --device "$device" "$@" -o json --output "$out/$name.json"
-}
-
-decode_batch() {
-  case $2 in
-    8x32K) shape="--rows 8 --length 32K --layers 8" ;;
-    32x8K) shape="--rows 32 --length 8K --layers 8" ;;
-    4x128K) shape="--rows 4 --length 128K --layers 4" ;;
-    ragged) shape="--rows 16 --length 128K --ragged 1K --layers 4" ;;
-  esac
-  # shellcheck disable=SC2086 # Options.
-  decode_layer "$1" --policies sluice --placements hybrid,near $shape
-}
-
-decode_near() {
-  case $2 in
-    lengths) shape="--length 32K,128K --layers 8" ;;
-    batch) shape="--length 32K --rows 8 --layers 8" ;;
-    512K) shape="--length 512K --layers 2" ;;
-  esac
-  # shellcheck disable=SC2086 # Options.
-  decode_layer "$1" --policies "twilight;quest;sluice" --placements near $shape
-}
-
-# decode_batches NAME POLICIES SHAPE: everything near, as Tactic and Twilight were published; 64: most sequences.
-decode_batches() {
-  case $3 in
-    32K) shape="--length 8K,32K --rows 1,4,8,16 --layers 2" ;;
-    128K) shape="--length 128K --rows 1,4,16 --layers 1" ;;
-    64) shape="--length 8K,32K --rows 64 --layers 1" ;;
-  esac
-  # shellcheck disable=SC2086 # Options.
-  "$sluice" bench gpu --device "$device" --sections attention --placements near --steps 12 --warm-up 8 \
-    --policies "$2" $shape -o json --output "$out/$1.json"
-}
-
-# decode_tokens NAME LENGTH: whole models with everything near.
-decode_tokens() {
-  case $2 in
-    8K) batches=1,16,32 ;;
-    *) batches=1,8 ;;
-  esac
-  decode_model "$1" --structure narrow_slash --length "$2" --batch "$batches" --steps 12 --warm-up 8 \
-    --methods "dense;near/quest;near/twilight;near/tactic | int4"
-}
-
-# prompt NAME POLICY: a prompt's time to its first token, which k-means of its keys is a part of.
-prompt() {
-  awk -v tokens="${RECORD_PROMPT_TOKENS:-32700}" \
-    'BEGIN { srand(1); for (i = 0; i < tokens; ++i) print 1000 + int(rand() * 90000) }' >"$out/prompt.txt"
-  "$sluice" run --device "$device" --random-weights llama-3.1-8b --prompt-tokens "$out/prompt.txt" --max-tokens 4 \
-    --policy "$2" -o json --output "$out/$1.json" >/dev/null
-}
-
-# decode_memory NAME LENGTH-SIZE: sequences in a given device memory.
-decode_memory() {
-  case $2 in
-    32K-*) batches=1,4,16 ;;
-    *) batches=1,4 ;;
-  esac
-  decode_model "$1" --length "${2%-*}" --batch "$batches" --kv-size "${2#*-}" --steps 8 --warm-up 16 \
-    --methods "dense;hybrid/sluice | far=max(4096, 0.5%)"
-}
-
 # A part that speed_parts names.
 measure_speed() {
-  budget="sluice | far=max(4096, 0.5%)"
   case $1 in
+    core-together) core "$1" "$core_lengths" "topk;lfps" ;;
+    # As LFPS is defined: no query heads that share keys.
+    core-apart) core "$1" "$core_lengths" "topk;lfps" --q-heads 8 --kv-heads 8 ;;
+    core-alpha) core "$1" "$core_lengths" "$alphas" ;;
+    core-bypass)
+      core "$1" "${core_lengths%%,*}" "$bypasses" --pattern uniform --sinks 0.5,0.72,0.78,0.83,0.88,0.92,0.97,0.99
+      ;;
     core-kernels) "$sluice" bench cpu --threads 1 --sections kernels -o json --output "$out/$1.json" ;;
     core-kernels-fp8)
       "$sluice" bench cpu --threads 1 --sections kernels --dtype fp8_e4m3 -o json --output "$out/$1.json"
@@ -183,6 +122,11 @@ measure_speed() {
       "$sluice" bench cpu --threads 2 --sections attention --policies "topk;lfps" --steps 8 --length "${RECORD_CPU_RAGGED:-32K}" \
         --ragged 1K --rows 8 -o json --output "$out/$1.json"
       ;;
+    cpu-threads-*)
+      "$sluice" bench cpu --threads "${1##*-}" --sections attention,kernels --policies "topk;lfps" \
+        --length "${RECORD_THREADS_LENGTH:-128K}" -o json --output "$out/$1.json"
+      ;;
+    cpu-engine) engine_alone "$1" ;;
     plan) plan ;;
     ablation) ablation "$1" ;;
     # PSA's experiment: the highest rate that each method holds, with the same device memory for keys and values.
@@ -191,64 +135,9 @@ measure_speed() {
       "$sluice" bench serve --device "$device" $serve --bisect --policies "dense;sluice;hybrid/psa;stream/psa;arkvale;topk" \
         -o json --output "$out/$1.json"
       ;;
-    decode-lengths) decode_layer "$1" --policies sluice --length 4K,8K,16K,32K,64K,128K --layers 32 ;;
-    decode-256K) decode_layer "$1" --policies sluice --length 256K --layers 16 ;;
-    decode-512K) decode_layer "$1" --policies sluice --length 512K --layers 8 ;;
-    decode-short)
-      decode_layer "$1" --policies sluice --length 4K,8K,16K,32K --layers 32 --near 1 --dense-tokens 64K
-      ;;
-    # A layer beyond what it reads; the batches tell the rate at which device memory is read.
-    decode-costs-8K) decode_layer "$1" --costs --policies sluice --length 8K --rows 1,8,32 --layers 32 ;;
-    decode-costs-32K) decode_layer "$1" --costs --policies sluice --length 32K --rows 1,8 --layers 32 ;;
     clusters)
       "$sluice" bench prefill --device "$device" --structures vertical_slash --gammas "" --clusters 32 \
         --length "$cluster_lengths" --chunk 128K --repeat 3 -o json --output "$out/$1.json"
-      ;;
-    decode-tactic-*) decode_batches "$1" "tactic | int4;tactic:mass=0.7 | int4" "${1#decode-tactic-}" ;;
-    decode-twilight-*) decode_batches "$1" "twilight;quest;quest:budget=8192" "${1#decode-twilight-}" ;;
-    decode-tokens-*) decode_tokens "$1" "${1#decode-tokens-}" ;;
-    prompt-tactic) prompt "$1" "tactic | int4" ;;
-    prompt-sluice) prompt "$1" sluice ;;
-    decode-uniform)
-      decode_layer "$1" --policies "sluice;$budget" --length 32K,128K --layers 8 --pattern uniform
-      ;;
-    decode-other) decode_layer "$1" --policies "sluice;twilight;quest;lfps" --length 32K,128K --layers 4 ;;
-    decode-handover-*)
-      decode_layer "$1" --policies sluice --length 32K,128K --layers 32 --handover "${1#decode-handover-}"
-      ;;
-    decode-batch-*) decode_batch "$1" "${1#decode-batch-}" ;;
-    decode-near-*) decode_near "$1" "${1#decode-near-}" ;;
-    decode-model)
-      decode_model "$1" --length 32K,128K --steps 16 --warm-up 48 --methods "dense;near/sluice;hybrid/$budget"
-      ;;
-    decode-model-batch)
-      decode_model "$1" --length 128K --batch 4 --kv-size 16G --steps 8 --warm-up 24 --methods "dense;hybrid/$budget"
-      ;;
-    decode-pattern)
-      decode_model "$1" --structure narrow_slash --length 32K,128K --steps 16 --warm-up 96 --audit 1 \
-        --methods "dense;near/sluice;hybrid/sluice"
-      ;;
-    decode-pattern-batch)
-      decode_model "$1" --structure narrow_slash --length 128K --batch 4 --kv-size 16G --steps 16 --warm-up 96 --audit 1 \
-        --methods "dense;hybrid/sluice"
-      ;;
-    decode-memory-*) decode_memory "$1" "${1#decode-memory-}" ;;
-    decode-lfps-8K)
-      decode_model "$1" --structure narrow_slash --length "${RECORD_LFPS_LENGTH:-8K}" --batch 8 --steps 16 --warm-up 32 --audit 1 \
-        --methods "dense;hybrid/sluice;hybrid/lfps;hybrid/lfps | bypass=off;stream/lfps;hybrid/topk;hybrid/quest"
-      ;;
-    decode-lfps-32K)
-      decode_model "$1" --structure narrow_slash --length 32K --batch 8 --steps 8 --warm-up 24 --audit 1 \
-        --methods "dense;hybrid/sluice;hybrid/lfps;hybrid/topk"
-      ;;
-    decode-drafts)
-      decode_model "$1" --length 32K,128K --drafts 4 --warm-up 48 --steps 16 --methods "hybrid/sluice;stream/sluice"
-      ;;
-    link)
-      ordinal=${device#cuda}
-      ordinal=${ordinal#:}
-      "$sluice" link --device "${ordinal:-0}" --quick -o json --output "$out/$1.json"
-      "$sluice" link --device "${ordinal:-0}" --sections pinning --pin-gib 8 -o json --output "$out/link-pinning.json"
       ;;
     *) return 1 ;;
   esac

@@ -1,5 +1,10 @@
-"""Tables of the record's parts that speed.sh measures, and of those whose rows are shown as they are."""
+"""Tables of the record's parts that time something, and of those whose rows are shown as they are."""
 
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "compare"))
+import side_by_side
 from shown import cell, code, percent, table, thousands, unique
 
 
@@ -23,6 +28,13 @@ def everything(title):
                 if any(row.get(key) is not None for row in found)]
         table(keys, [[f"{row[key]:.4g}" if isinstance(row.get(key), float) else str(row.get(key, "")).replace("|", "\\|") for key in keys]
                      for row in found])
+    return show
+
+
+def beside(name):
+    def show(found):
+        print(f"Beside other libraries: {name}\n")
+        print(side_by_side.table(found) + "\n")
     return show
 
 
@@ -91,6 +103,12 @@ print_cost = in_columns(
     ("attended", lambda row: percent(row["attended_share"])), ("far bytes", lambda row: percent(row["far_bytes_share"])),
     ("link bytes", lambda row: percent(row["link_bytes_share"])), ("coverage", number("coverage_mean", "{:.4f}")))
 
+print_near = in_columns(
+    "Answers where everything may be near", ("part", part), ("policy", lambda row: code(row["policy"])),
+    ("task", number("task", "{}")), ("tokens", number("length_tokens", "{}")), ("prompts", number("prompts", "{}")),
+    ("accuracy", number("accuracy", "{:.2f}")), ("as dense", number("same_as_dense_share", "{:.2f}")),
+    ("attended", lambda row: percent(row["attended_share"])), ("coverage", number("coverage_mean", "{:.3f}")))
+
 print_ablation = in_columns(
     "What crosses the link where the CPU chooses: parts of a layer, us, and what it may take", ("part", part),
     ("tokens", lambda row: thousands(row["length_tokens"])), ("policy", lambda row: code(row["method"])),
@@ -111,7 +129,13 @@ print_layer_costs = in_columns(
 
 # Prefix of a part, table of its report, and what shows its rows.
 PRINTERS = [("core-kernels", "kernels", everything("One core: kernels")),
-            ("cpu-", "attention", everything("Batches on the CPU")),
+            ("cpu-batches", "attention", everything("Batches on the CPU")),
+            ("cpu-ragged", "attention", everything("Batches on the CPU, of several lengths")),
+            ("cpu-threads-", "attention", everything("One layer on several cores")),
+            ("cpu-threads-", "kernels", everything("Several cores: kernels")),
+            ("cpu-engine", "attention", print_layer), ("presets", "attention", print_layer),
+            ("near-accuracy", "eval", print_near),
+            *[("compare-" + name, "beside", beside(name)) for name in ("decode", "dense", "twilight", "prefill")],
             ("flex-", "prefill", print_flex), ("paired-", "pairs", print_paired),
             ("question-seen", "eval", print_cost), ("dtype-", "eval", print_cost), ("recall-", "eval", print_cost),
             ("psa-", "eval", print_cost),

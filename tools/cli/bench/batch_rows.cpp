@@ -7,7 +7,7 @@
 namespace sluice::tools {
 
 void add_batch_rows(CLI::App& command, std::string& rows, std::uint32_t& ragged) {
-  command.add_option("--rows", rows, "Comma list of numbers of sequences in a call")->capture_default_str();
+  command.add_option("--rows,--batch", rows, "Comma list of numbers of sequences in a call")->capture_default_str();
   add_count(command, "--ragged", ragged,
             "Tokens of the shortest sequence of a call; the others lie between it and --length, each as many times as "
             "long as the next; 0: all alike",

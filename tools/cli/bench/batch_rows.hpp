@@ -9,7 +9,7 @@
 /// The sequences of one call that a benchmark times: how many, and how long each of them is.
 namespace sluice::tools {
 
-/// Adds --rows and --ragged.
+/// Adds --rows, which is --batch as well, and --ragged.
 void add_batch_rows(CLI::App& command, std::string& rows, std::uint32_t& ragged);
 
 /// Tokens of the sequences, the longest first: between `longest` and `shortest` each is as many times as long as the

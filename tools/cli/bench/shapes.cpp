@@ -12,13 +12,17 @@ namespace {
 struct NamedShape {
   std::string_view name;
   AttentionShape shape;
-  std::uint32_t layers;  ///< of the model
+  // Of the model.
+  std::uint32_t layers;
+  std::uint32_t hidden;
+  std::uint32_t intermediate;
+  std::uint32_t vocabulary;
 };
 constexpr std::array<NamedShape, 4> kShapes{{
-    {"llama-3.1-8b", {.layers = 1, .q_heads = 32, .kv_heads = 8, .head_dim = 128}, 32},
-    {"llama-3.1-70b", {.layers = 1, .q_heads = 64, .kv_heads = 8, .head_dim = 128}, 80},
-    {"llama-3.2-1b", {.layers = 1, .q_heads = 32, .kv_heads = 8, .head_dim = 64}, 16},
-    {"testbed", {.layers = 1, .q_heads = 8, .kv_heads = 2, .head_dim = 64}, 8},
+    {"llama-3.1-8b", {.layers = 1, .q_heads = 32, .kv_heads = 8, .head_dim = 128}, 32, 4096, 14336, 128256},
+    {"llama-3.1-70b", {.layers = 1, .q_heads = 64, .kv_heads = 8, .head_dim = 128}, 80, 8192, 28672, 128256},
+    {"llama-3.2-1b", {.layers = 1, .q_heads = 32, .kv_heads = 8, .head_dim = 64}, 16, 2048, 8192, 128256},
+    {"testbed", {.layers = 1, .q_heads = 8, .kv_heads = 2, .head_dim = 64}, 8, 384, 1024, 320},
 }};
 
 const NamedShape& named(const std::string& name) {
@@ -58,6 +62,16 @@ AttentionShape model_shape(const std::string& name) {
   AttentionShape shape = named(name).shape;
   shape.layers = named(name).layers;
   return shape;
+}
+
+std::uint64_t weights_read(const std::string& name, std::uint32_t layers) {
+  constexpr std::uint64_t kBytes = 2;
+  const NamedShape& model = named(name);
+  const AttentionShape& shape = model.shape;
+  // Queries and outputs, keys and values; then gate, up and down.
+  const std::uint64_t attention = std::uint64_t{2} * (shape.q_heads + shape.kv_heads) * shape.head_dim;
+  const std::uint64_t layer = model.hidden * (attention + std::uint64_t{3} * model.intermediate);
+  return kBytes * (layers * layer + std::uint64_t{model.hidden} * model.vocabulary);
 }
 
 }  // namespace sluice::tools

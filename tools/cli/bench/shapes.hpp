@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include "sluice/shape.hpp"
@@ -19,5 +20,8 @@ void add_shape_flags(CLI::App& app, AttentionShape& shape);
 [[nodiscard]] AttentionShape named_shape(const std::string& name, const AttentionShape& flags);
 /// The same with all layers of the model.
 [[nodiscard]] AttentionShape model_shape(const std::string& name);
+/// Bytes of the model's weights, in bf16, that a token reads: all but the embedding, of which it reads a row. Of as
+/// many layers.
+[[nodiscard]] std::uint64_t weights_read(const std::string& name, std::uint32_t layers);
 
 }  // namespace sluice::tools

@@ -99,7 +99,8 @@ class Plans {
       Workload work{.shape = shape_,
                     .kv_dtype = options_.kv_dtype,
                     .policy = parse_policy(policy),
-                    .attended = parse_share(options_.attended, "--attended")};
+                    .attended = parse_share(options_.attended, "--attended"),
+                    .weights_bytes = weights_read(options_.shape, shape_.layers) / options_.gpus};
       work.page_tokens = page_tokens_for(work.policy, EngineFlags{});
       for (const std::string& placement : split_list(options_.placements)) {
         work.near_share = parse_share(options_.near, "--near");
@@ -262,7 +263,9 @@ void add_plan(CLI::App& app, int& exit_code) {
       "fixed part, and bytes at a share of the lane's rate, measured there by timing forwards), the CPU's part beside\n"
       "the device's. Without --machine this machine is measured first, for some seconds and up to 32K tokens. Of "
       "stages\n"
-      "that the file does not have, bytes and a launch count. What a model does between layers is not in it. A budget\n"
+      "that the file does not have, bytes and a launch count. What a model does between layers is not in it; `model "
+      "ms`\n"
+      "has the bytes of its weights in bf16 besides, at the rate of device memory, and nothing else of it. A budget\n"
       "in tokens counts as if no two query heads that share a KV head wanted the same. Of device memory, what a GPU's\n"
       "kernels want for themselves is not counted. What if: --link-gbps 25 (PCIe 4), --gpus 2, --cpu-gbps, "
       "--policies.");

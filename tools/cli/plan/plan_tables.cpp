@@ -6,12 +6,15 @@ namespace sluice::tools {
 
 Table plan_table() {
   return {.key = "plan",
-          .title = "Decoding, attention alone, as the engine plans it (dense: its reads, everything in device memory)",
+          .title =
+              "Decoding, attention alone, as the engine plans it (model: with its weights, read once; dense: its "
+              "reads, everything in device memory)",
           .columns = {{"policy", "policy"},
                       {"placement", "placement"},
                       {"length_tokens", "length"},
                       {"rows", "rows"},
                       {"token_ms", "ms/token", 2},
+                      {"model_ms", "model ms", 2},
                       {"layer_us", "us/layer", 1},
                       {"far_budget_tokens", "far budget"},
                       {"bottleneck", "busiest"},
@@ -68,6 +71,7 @@ std::vector<Json> plan_row(const std::string& name, const Workload& work, const 
           work.tokens,
           work.rows,
           1e-3 * found.forward_us,
+          1e-3 * found.model_us,
           found.forward_us / work.shape.layers,
           far_budget(work.policy, work.shape, work.tokens),
           to_string(found.bottleneck),

@@ -126,6 +126,7 @@ WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t re
     result.busy_us[static_cast<std::size_t>(items[i].lane)] += times[i].end_us - times[i].begin_us;
   }
   result.forward_us += machine.rates.forward_us;
+  result.model_us = result.forward_us + static_cast<double>(work.weights_bytes) / (machine.rates.device_gbps * 1e3);
   result.bottleneck = static_cast<Lane>(std::ranges::max_element(result.busy_us) - result.busy_us.begin());
   const double layer_bytes =
       2.0 * static_cast<double>(place.layout.near().row_bytes()) * work.tokens * work.shape.kv_heads;

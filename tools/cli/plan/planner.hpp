@@ -30,6 +30,7 @@ struct Workload {
   bool attended_known = false;  ///< `attended` was measured: it holds whatever the policy's budget is
   double promoted = 0.0;        ///< tokens that a forward brings near, of each layer and KV head
   double scored = 0.0;          ///< of its tokens, those whose keys the CPU reads to choose, where it does
+  std::uint64_t weights_bytes = 0;  ///< of the model, that a forward reads, once for all rows
 };
 
 /// As `--placements` of `bench gpu` has it: hybrid, stream or near, where all tokens lie in device memory.
@@ -41,6 +42,7 @@ void place(const std::string& text, Workload& work);
 /// What a forward of it takes, attention alone: by the engine's own plan, on the machine's rates.
 struct WorkloadPlan {
   double forward_us = 0.0;
+  double model_us = 0.0;            ///< the same, and reading the weights
   std::array<double, 3> busy_us{};  ///< by lane, of a forward
   Lane bottleneck{};                ///< the lane that is busiest
   double dense_us = 0.0;            ///< dense attention with everything in device memory
