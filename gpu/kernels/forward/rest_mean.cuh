@@ -18,29 +18,32 @@ template <std::uint32_t kThreads>
 __device__ __forceinline__ void put_rest_mean(const ForwardMemory& m, const ForwardRow& row, std::uint32_t index,
                                               std::uint32_t plane, std::uint32_t part, std::uint32_t parts,
                                               RestMeanShared<kThreads>& s) {
+  constexpr std::uint32_t kInFlight = 8;
   const std::uint32_t head_dim = m.shape.head_dim;
   const std::uint32_t units = head_dim / detail::kUnit;  // Of a page, a thread each.
   const std::uint32_t at_once = kThreads / units;
   const std::uint32_t pages = part < row.rest ? (row.rest - part - 1) / parts + 1 : 0;
   const std::uint32_t* const list = m.list_of(row.list);
+#pragma unroll 1
   for (std::uint32_t i = threadIdx.x; i < pages; i += kThreads)
     s.blocks[i] = list[row.rest_page(part + i * parts, m.layout.page_tokens)];
   __syncthreads();
-  constexpr std::uint32_t kInFlight = 8;
+  const auto* const means = reinterpret_cast<const uint4*>(m.value_mean_of(plane, 0)) + threadIdx.x % units;
+  const bool f16 = m.layout.dtype == DType::f16;
   const std::uint32_t first = threadIdx.x / units;
   float sum[detail::kUnit] = {};
+#pragma unroll 1
   for (std::uint32_t base = first < at_once ? first : pages; base < pages; base += kInFlight * at_once) {
-    uint4 words[kInFlight] = {};
+    uint4 words[kInFlight];
 #pragma unroll
     for (std::uint32_t k = 0; k < kInFlight; ++k) {
-      if (const std::uint32_t i = base + k * at_once; i < pages)
-        words[k] = reinterpret_cast<const uint4*>(m.value_mean_of(plane, s.blocks[i]))[threadIdx.x % units];
+      const std::uint32_t i = base + k * at_once;
+      words[k] = i < pages ? means[std::uint64_t{s.blocks[i]} * units] : uint4{};
     }
 #pragma unroll
     for (std::uint32_t k = 0; k < kInFlight; ++k) {
       float values[detail::kUnit];
-      m.layout.dtype == DType::f16 ? detail::widen_unit<DType::f16>(words[k], values)
-                                   : detail::widen_unit<DType::bf16>(words[k], values);
+      f16 ? detail::widen_unit<DType::f16>(words[k], values) : detail::widen_unit<DType::bf16>(words[k], values);
 #pragma unroll
       for (std::uint32_t c = 0; c < detail::kUnit; ++c) sum[c] += values[c];
     }
