@@ -139,7 +139,8 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   }
   if (memory.keeps_means) {
     choice.scored.sums = carver.take<float2>(
-        score_int4_most_blocks(heads, memory.scores_in(largest), multiprocessors_) *
+        std::max(score_int4_most_blocks(heads, memory.scores_in(largest), multiprocessors_),
+                 append_score_most_blocks(memory, multiprocessors_)) *
         (std::uint64_t{rows.shape.group()} * largest.drafts));  // Teams are fewer, with as many times the heads.
     choice.scored.blocks = appends_beside_scores(memory)
                                ? append_score_cut(memory, multiprocessors_).blocks

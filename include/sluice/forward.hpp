@@ -262,12 +262,13 @@ struct ForwardState {
   std::uint64_t good = 0;       ///< the newest that got to its end
   std::uint64_t asked = 0;      ///< questions so far
   std::uint64_t unplanned = 0;  ///< replays without a plan so far
-  std::uint64_t released = 0;   ///< newest question whose answer is known to be there, or to come no more
+  std::uint64_t released =
+      0;                      ///< newest question whose answer is known to be there, or that a forward before this left
+  std::uint64_t claimed = 0;  ///< newest question whose answer some thread block looks for
   ForwardStatus status = ForwardStatus::done;
   std::uint32_t layer_far_tokens = 0;  ///< while it is split
   std::uint32_t layer_choices = 0;     ///< lists of it for which the CPU chooses
   std::uint32_t arrived = 0;           ///< parts of it that are split
-  std::uint32_t merging = 0;           ///< parts of it whose merge has begun
   std::uint64_t fetching_ns = 0;       ///< when it began to wait for what the CPU chooses, by the device's clock
   std::uint32_t near_rows = 0;         ///< that hold something, of all planes
   std::uint64_t promoted = 0;          ///< rows brought near so far

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sluice.errors import OutOfCapacity, Unsupported
 from sluice.options import EngineOptions
 
-SHARE = 0.035
+SHARE = 0.05
 """Of the tokens that host_bytes hold, the share that is near unless options say otherwise, as in `sluice run`."""
 
 SERVED_SHARE = 1.0

@@ -129,6 +129,25 @@ TEST_CASE("a forward captured in a CUDA graph is the forward, bit by bit", "[eng
   REQUIRE(decode(rig, shape, stories, near_blocks, 20, true) == want);
 }
 
+TEST_CASE("rows of more thread blocks than run at once have their answers in every layer", "[engine][gpu]") {
+  constexpr std::uint32_t kRows = 136, kSteps = 3;  // With 8 KV heads each more than 8 blocks a multiprocessor.
+  const AttentionShape shape{.layers = 3, .q_heads = 8, .kv_heads = 8, .head_dim = 64};
+  const EngineRig rig = engine_rig();
+  std::vector<Story> stories;
+  for (std::uint32_t i = 0; i < kRows; ++i) stories.emplace_back(shape, 90 + i % 7, 900 + i);
+  const auto all = decode(rig, shape, stories, 0, kSteps, false);
+  const std::size_t values = all.size() / (kRows * kSteps);
+  for (const std::uint32_t row : {0u, 66u, kRows - 1}) {
+    CAPTURE(row);
+    const auto alone = decode(rig, shape, {stories[row]}, 0, kSteps, false);
+    REQUIRE(alone.size() == values * kSteps);
+    float off = 0.f;
+    for (std::size_t i = 0; i < alone.size(); ++i)
+      off = std::max(off, std::abs(alone[i] - all[(i / values * kRows + row) * values + i % values]));
+    REQUIRE(off < rig.tolerance);
+  }
+}
+
 TEST_CASE("what a head chooses is foreseen by the step before, however much is attended anyway and alike",
           "[engine][gpu]") {
   const EngineRig rig = engine_rig();

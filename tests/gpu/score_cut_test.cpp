@@ -59,3 +59,19 @@ TEST_CASE("sums of thread blocks have room, of all rows and of fewer, of teams o
     }
   }
 }
+
+TEST_CASE("sums have room, too, where a new key comes in beside the scores", "[score]") {
+  using gpu::score_int4::most_blocks;
+  using gpu::score_int4::room_beside;
+  for (std::uint32_t multiprocessors = 1; multiprocessors <= 160; ++multiprocessors) {
+    for (const std::uint32_t heads : {1u, 2u, 8u, 28u, 32u, 40u, 48u, 64u, 128u}) {
+      const std::uint32_t room = room_beside(heads, multiprocessors);
+      REQUIRE(room >= heads);
+      for (const std::uint32_t tokens : {256u, 65'792u, 372'992u, 484'096u, 777'472u, 861'952u, 1'048'832u}) {
+        CAPTURE(multiprocessors, heads, tokens);
+        for (std::uint32_t shorter = tokens; shorter != 0; shorter /= 3)
+          REQUIRE(std::uint64_t{cut_of(heads, shorter, room).blocks} * heads <= most_blocks(heads, tokens, room));
+      }
+    }
+  }
+}

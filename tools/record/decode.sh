@@ -12,6 +12,7 @@ every_preset="$every_preset;magicpig;vattention;exact | int4 | top_p=0.95;tactic
 decode_parts() {
   [ "$device" != host ] || return 0
   echo decode-default      # 40 [b]: eight layers of six lengths, two of 256K and 512K
+  echo decode-ten          # 30 [b]
   echo decode-default-uniform # 40 [b]: likewise, where attention has no pattern
   echo decode-lengths      # 80 [b]: six lengths, of which 64K and 128K are three quarters
   echo decode-256K         # 40 [b]: as 128K with 32 layers
@@ -61,6 +62,11 @@ decode_default() {
   warm_up=64
   decode_layer "$whole-long" --policies sluice --length 256K,512K --layers 2 "$@"
   warm_up=''
+}
+
+# The headline: ten engines of 32K tokens, built one by one.
+decode_ten() {
+  decode_layer "$1" --policies sluice --length 32K --layers 32 --repeats 10
 }
 
 # decode_model NAME [option...]: tokens of Llama-3.1-8B with random weights.
@@ -161,8 +167,8 @@ decode_memory() {
     32K-*) batches=1,4,16 ;;
     *) batches=1,4 ;;
   esac
-  decode_model "$1" --length "${2%-*}" --batch "$batches" --kv-size "${2#*-}" --steps 8 --warm-up 16 \
-    --methods "dense;hybrid/sluice | far=max(4096, 0.5%)"
+  decode_model "$1" --structure narrow_slash --length "${2%-*}" --batch "$batches" --kv-size "${2#*-}" --steps 8 \
+    --warm-up 48 --methods "dense;hybrid/sluice"
 }
 
 # A part that decode_parts names.
@@ -170,6 +176,7 @@ measure_decode() {
   budget="sluice | far=max(4096, 0.5%)"
   case $1 in
     decode-default) decode_default "$1" ;;
+    decode-ten) decode_ten "$1" ;;
     decode-default-uniform) decode_default "$1" --pattern uniform ;;
     decode-lengths) decode_layer "$1" --policies sluice --length 4K,8K,16K,32K,64K,128K --layers 32 ;;
     decode-256K) decode_layer "$1" --policies sluice --length 256K --layers 16 ;;
@@ -211,8 +218,13 @@ measure_decode() {
         --methods "dense;near/sluice;hybrid/sluice"
       ;;
     decode-pattern-batch)
-      decode_model "$1" --structure narrow_slash --length 128K --batch 4 --kv-size 16G --steps 16 --warm-up 96 --audit 1 \
+      decode_model "$1" --structure narrow_slash --length 128K --batch 4 --kv-size 16G --steps 16 --warm-up 128 --audit 1 \
         --methods "dense;hybrid/sluice"
+      case " $memory " in
+        *" 64G "*)
+          decode_model "$1-64G" --structure narrow_slash --length 128K --batch 4 --kv-size 64G --steps 16 --methods dense
+          ;;
+      esac
       ;;
     decode-memory-*) decode_memory "$1" "${1#decode-memory-}" ;;
     decode-lfps-8K)

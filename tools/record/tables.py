@@ -17,7 +17,8 @@ from took import print_seconds
 # What a part writes beside the file of its name.
 FURTHER = {"ablation": ["ablation-sources", "ablation-sinks"], "link": ["link-pinning"],
            "cpu-engine": ["cpu-engine-all", "cpu-engine-128K", "cpu-engine-128K-all"],
-           "decode-default": ["decode-default-long"], "decode-default-uniform": ["decode-default-uniform-long"]}
+           "decode-default": ["decode-default-long"], "decode-default-uniform": ["decode-default-uniform-long"],
+           "decode-pattern-batch": ["decode-pattern-batch-64G"]}
 
 
 def load(directory, names):

@@ -18,7 +18,7 @@ using namespace forward;
 /// Thread block (x, y): packed row x, KV head y; and row x of those that choose. Behind them, if means are not made
 /// apart, those of KV head y.
 template <DType kType>
-__global__ void __launch_bounds__(AppendBlock::kThreads)
+__global__ void __launch_bounds__(AppendBlock::kThreads, 1)
     append_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                   const __grid_constant__ ForwardLayer layer) {
   detail::wait_for_kernel_before();

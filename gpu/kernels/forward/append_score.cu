@@ -1,8 +1,6 @@
 // One sequence that decodes: its new key and value come in beside the scores of those before them, in thread blocks of
 // the same launch. Its new token is attended whatever it scores, and needs no score.
 
-#include <algorithm>
-
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/head_dims.hpp"
 #include "gpu/kernels/forward/append_row.cuh"
@@ -101,8 +99,13 @@ bool appends_beside_scores(const ForwardMemory& memory) {
 
 Cut append_score_cut(const ForwardMemory& memory, std::uint32_t multiprocessors) {
   const std::uint32_t heads = memory.shape.kv_heads;
-  const std::uint32_t room = multiprocessors * kBlocksPerSm;  // Less those that append.
-  return score_int4::cut_of(heads, memory.scores_in(memory.bucket), std::max(heads, room - std::min(room, heads)));
+  return score_int4::cut_of(heads, memory.scores_in(memory.bucket), score_int4::room_beside(heads, multiprocessors));
+}
+
+std::uint32_t append_score_most_blocks(const ForwardMemory& memory, std::uint32_t multiprocessors) {
+  const std::uint32_t heads = memory.shape.kv_heads;
+  return score_int4::most_blocks(heads, memory.scores_in(memory.largest),
+                                 score_int4::room_beside(heads, multiprocessors));
 }
 
 void launch_forward_append_score(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x != 0) return;
   ForwardState& state = *m.state;
   state.released = state.asked;  // Of a forward that was abandoned.
-  state.layer_far_tokens = state.layer_choices = state.arrived = state.merging = 0;
+  state.layer_far_tokens = state.layer_choices = state.arrived = 0;
   const bool planned = state.planned > state.forward;
   if (!planned && state.planned > state.told) publish(m, state.planned, ForwardStatus::skipped);
   state.forward = state.planned;

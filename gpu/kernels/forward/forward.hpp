@@ -113,6 +113,8 @@ void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& sc
 [[nodiscard]] bool appends_beside_scores(const ForwardMemory& memory);
 /// Then: thread blocks of a KV head that score.
 [[nodiscard]] score_int4::Cut append_score_cut(const ForwardMemory& memory, std::uint32_t multiprocessors);
+/// KV heads times such blocks, at most, in any bucket.
+[[nodiscard]] std::uint32_t append_score_most_blocks(const ForwardMemory& memory, std::uint32_t multiprocessors);
 void launch_forward_append_score(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,
                                  const ScoreSums& sums, const ScoreInt4Shape& shape);
 /// What `append` leaves to do for teams: they are described, and their queries go to both sides.

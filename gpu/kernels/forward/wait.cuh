@@ -53,7 +53,7 @@ inline constexpr std::uint32_t kMostPollers = 16;
 
 /// Each of `blocks` thread blocks looks at the answer; or of many the first to get here, and the others look at what it
 /// says, in device memory, as one that has not begun would keep them waiting. One thread of each block. Returns how the
-/// forward is then.
+/// forward is then; of one that is abandoned some blocks may have had their answer.
 __device__ inline ForwardStatus await_answer(const ForwardMemory& m, std::uint32_t blocks) {
   ForwardState& state = *m.state;
   const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device> released(state.released);
@@ -63,24 +63,27 @@ __device__ inline ForwardStatus await_answer(const ForwardMemory& m, std::uint32
   const std::uint64_t asked = state.asked;
   const std::uint64_t known = released.load(cuda::memory_order_acquire);
   if (before != ForwardStatus::running || known == asked) return before;
-  const bool all_look = blocks <= kMostPollers;
-  std::uint32_t turn = blockIdx.x;
-  if (!all_look) {
-    cuda::atomic_ref<std::uint32_t, cuda::thread_scope_device> merging(state.merging);
-    turn = merging.fetch_add(1, cuda::memory_order_relaxed);
-    if (turn == blocks - 1) merging.store(0, cuda::memory_order_relaxed);
+  bool looks = blocks <= kMostPollers;
+  bool tells = blockIdx.x == 0;
+  if (!looks) {
+    // Questions are counted through, so that nothing is left to be reset by blocks that have not even begun.
+    cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device> claimed(state.claimed);
+    looks = tells = claimed.fetch_max(asked, cuda::memory_order_relaxed) < asked;
   }
-  if (all_look || turn == 0) {
+  if (looks) {
     const std::uint64_t begin = now_ns();
     const bool came = await_answered(m, asked, begin);
-    if (turn == 0) {
-      state.waited_ns += now_ns() - begin;
-      released.store(asked, cuda::memory_order_release);
-    }
-    return came ? status.load(cuda::memory_order_relaxed) : ForwardStatus::abandoned;
+    if (tells) state.waited_ns += now_ns() - begin;
+    if (!came) return ForwardStatus::abandoned;
+    if (tells) released.store(asked, cuda::memory_order_release);
+    return status.load(cuda::memory_order_relaxed);
   }
-  while (released.load(cuda::memory_order_acquire) != asked) __nanosleep(20);
-  return status.load(cuda::memory_order_relaxed);
+  while (released.load(cuda::memory_order_acquire) != asked) {
+    const ForwardStatus now = status.load(cuda::memory_order_relaxed);
+    if (now != ForwardStatus::running) return now;
+    __nanosleep(20);
+  }
+  return ForwardStatus::running;
 }
 
 }  // namespace sluice::gpu::forward

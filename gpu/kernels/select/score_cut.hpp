@@ -43,6 +43,12 @@ inline constexpr std::uint32_t kMostWaves = 4;  ///< of thread blocks, more than
   return best;
 }
 
+/// Thread blocks that run at once beside one more for each of `heads` rows.
+[[nodiscard]] constexpr std::uint32_t room_beside(std::uint32_t heads, std::uint32_t multiprocessors) noexcept {
+  const std::uint32_t room = multiprocessors * kBlocksPerSm;
+  return std::max(heads, room - std::min(room, heads));
+}
+
 /// Rows times thread blocks of each, at most, of as many rows and fewer, as long and shorter ones.
 [[nodiscard]] constexpr std::uint32_t most_blocks(std::uint32_t rows, std::uint32_t tokens,
                                                   std::uint32_t room) noexcept {

@@ -65,7 +65,7 @@ int run(const BenchGpuOptions& options) {
                            {"promotions", options.promotions},
                            {"prefetch", split_list(options.prefetch)},
                            {"page_tokens", options.page_tokens},
-                           {"near", options.near_share},
+                           {"near", options.near_share ? Json(*options.near_share) : Json()},
                            {"dense_tokens", dense_tokens_json(options.dense_tokens.value_or(0))},
                            {"seed", options.seed},
                            {"device", options.device.device}}};
@@ -133,7 +133,7 @@ void add_bench_gpu(CLI::App& bench, int& exit_code) {
             {.most = kMostPromotions});
   command->add_option("--near", options->near_share, "Share of the pages that device memory has room for")
       ->check(CLI::Range(0.0, 1.0))
-      ->capture_default_str();
+      ->default_str(kUsualNearText);
   add_dense_tokens(*command, options->dense_tokens, "0");
   add_seed(*command, options->seed, "Seed of the synthetic layer");
   command->add_option("--sections", options->sections, "Comma list of attention, kernels, pipeline")

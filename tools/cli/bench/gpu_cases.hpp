@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,7 +39,7 @@ struct BenchGpuOptions {
   std::uint32_t promotions = EngineOptions{}.promotions;
   std::string prefetch = "on,off";  ///< of the section `pipeline`
   std::uint32_t page_tokens = kGpuPageTokens;  ///< of policies that name none
-  double near_share = kUsualNearShare;
+  std::optional<double> near_share;            ///< none: usual_near_share of the length
   std::optional<std::uint32_t> dense_tokens;  ///< none: 0
   std::uint32_t audited_steps = 4;
   std::uint64_t seed = 0;

@@ -121,7 +121,7 @@ GpuCase GpuRig::limited(std::uint32_t length, GpuCase each, std::uint32_t page_t
                        .page_tokens = page_tokens,
                        .rows = each.rows,
                        .tokens = length,
-                       .near_hits = usual_near_hits(near_share(each))};
+                       .near_hits = usual_near_hits(near_share(length, each))};
   each.policy = with_far(each.policy, options_.far, place, [&] { return rates(); });
   each.spec = timed_policy(each.policy);
   return each;
@@ -133,7 +133,7 @@ SyntheticForwardsOptions GpuRig::forwards_of(std::uint32_t length, const GpuCase
           .lengths = row_lengths(each.rows, length, options_.ragged),
           .layers = options_.layers,
           .kv_dtype = options_.kv_dtype,
-          .near_share = near_share(each),
+          .near_share = near_share(length, each),
           .placement = each.placement,
           .fetch_share = share_for(each.placement, fetch_share_),
           .handover = options_.handover,

@@ -61,8 +61,8 @@ class GpuRig {
   [[nodiscard]] double mean_length(std::uint32_t rows, std::uint32_t length) const;
 
  private:
-  [[nodiscard]] double near_share(const GpuCase& each) const noexcept {
-    return each.all_near ? 1.0 : options_.near_share;
+  [[nodiscard]] double near_share(std::uint32_t length, const GpuCase& each) const noexcept {
+    return each.all_near ? 1.0 : options_.near_share.value_or(usual_near_share(length));
   }
 
   const BenchGpuOptions& options_;

@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "sluice/placement.hpp"
-#include "tools/cli/near_share.hpp"
 #include "tools/cli/plan/machine.hpp"
 
 namespace sluice::tools {
@@ -19,7 +18,7 @@ struct CalibrationCase {
   PlacementMode placement = PlacementMode::hybrid;
   std::uint32_t rows = 1;     ///< sequences; kBatchRows in a batch
   bool wide = false;          ///< with a long window, all of it near; see DefaultCases
-  double near_share = kUsualNearShare;  ///< of the tokens, that device memory has room for
+  double near_share = 0.05;   ///< of the tokens, that device memory has room for
   std::uint32_t layers = 16;  ///< so many that what is far of all of them is in no cache of the CPU
   std::uint32_t warm_up = 64;
   std::uint32_t steps = 16;

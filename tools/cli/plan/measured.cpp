@@ -7,6 +7,7 @@
 #include "tools/cli/bench/shapes.hpp"
 #include "tools/cli/engine_flags.hpp"
 #include "tools/cli/far_flag.hpp"
+#include "tools/cli/near_share.hpp"
 #include "tools/cli/plan/case_times.hpp"
 #include "tools/llama/files.hpp"
 #include "tools/llama/json_text.hpp"
@@ -29,7 +30,9 @@ Measured read_row(const json& config, const json& row) {
   work.policy = parse_policy(measured.policy);
   work.policy.dense_layers = work.policy.dense_every = 0;  // As it was timed.
   work.policy.rehearsed = false;
-  work.near_share = config.at("near").get<double>();
+  const Json& near_share = config.at("near");
+  work.near_share =
+      near_share.is_null() ? usual_near_share(row.at("length_tokens").get<std::uint32_t>()) : near_share.get<double>();
   place(row.at("placement").get<std::string>(), work);
   if (work.placement == PlacementMode::hybrid) work.fetch_share = config.value("fetch_share", 0.f);
   work.page_tokens = work.policy.page_tokens == 0 ? kGpuPageTokens : work.policy.page_tokens;

@@ -37,7 +37,7 @@ struct PlanOptions {
   std::string plot;
   std::uint32_t gpus = 1;
   Machine changes;  ///< what is not 0 takes the place of the machine's
-  std::string near = kUsualNearText;
+  std::string near;  ///< none: usual_near_share of the length
   std::string near_hits = "50%";
   std::string attended = "5%";
   std::uint64_t weights = 0;
@@ -103,10 +103,11 @@ class Plans {
                     .weights_bytes = weights_read(options_.shape, shape_.layers) / options_.gpus};
       work.page_tokens = page_tokens_for(work.policy, EngineFlags{});
       for (const std::string& placement : split_list(options_.placements)) {
-        work.near_share = parse_share(options_.near, "--near");
+        work.near_share = options_.near.empty() ? 0.0 : parse_share(options_.near, "--near");
         work.near_hits = parse_share(options_.near_hits, "--near-hits");
         const bool by_cpu = scheduler::chooser(work.policy) == scheduler::Chooser::cpu;
         place(placement, work);
+        const bool usual = options_.near.empty() && work.near_share == 0.0;
         // The CPU attends what it chooses in place.
         if (by_cpu && work.placement == PlacementMode::hybrid) work.near_hits = 0.0;
         const PolicyCosts* const costs = like(work.policy, machine_.policies);
@@ -114,6 +115,7 @@ class Plans {
         work.fetch_share = share_for(work.placement, fetch_share_);
         for (const std::uint32_t tokens : lengths) {
           work.tokens = tokens;
+          if (usual) work.near_share = usual_near_share(tokens);
           for (const std::uint32_t count : rows) {
             work.rows = count;
             add(policy, work);
@@ -238,7 +240,7 @@ void add_plan(CLI::App& app, int& exit_code) {
   add_fetch_share(*command, options->fetch_share);
   add_kv_dtype(*command, "--kv-dtype", options->kv_dtype, "Element type of keys and values in host memory");
   command->add_option("--near", options->near, "Share of the tokens that device memory has room for")
-      ->capture_default_str();
+      ->default_str(kUsualNearText);
   command
       ->add_option("--near-hits", options->near_hits,
                    "Share of the attended tokens that lie near when they are wanted; `bench gpu` and `eval` measure it")

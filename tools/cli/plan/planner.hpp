@@ -7,7 +7,6 @@
 
 #include "sluice/engine.hpp"
 #include "sluice/trace.hpp"
-#include "tools/cli/near_share.hpp"
 #include "tools/cli/plan/machine.hpp"
 
 namespace sluice::tools {
@@ -22,7 +21,7 @@ struct Workload {
   std::uint32_t page_tokens = 16;
   std::uint32_t rows = 1;    ///< sequences
   std::uint32_t tokens = 1;  ///< of each
-  double near_share = kUsualNearShare;  ///< of its tokens, that device memory has room for
+  double near_share = 0.0;   ///< of its tokens, that device memory has room for
   /// Of the tokens that a row attends, those that lie near when they are wanted. What does so depends on the model.
   double near_hits = 0.5;
   /// Of its tokens, those that a KV head attends, where the policy's budget is no number of tokens; see chosen_share.

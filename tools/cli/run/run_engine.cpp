@@ -52,11 +52,11 @@ Table summary(const Generation& generation, std::size_t prompt_tokens, const Pol
 double near_share(const Device* device, const EngineFlags& flags, const AttentionShape& shape, std::uint32_t tokens) {
   constexpr double kShortTokens = 16'384.0;
   constexpr double kOfDevice = 0.125;
-  if (device == nullptr) return kUsualNearShare;
+  if (device == nullptr) return usual_near_share(tokens);
   const PageLayout layout{.head_dim = shape.head_dim, .dtype = flags.kv_dtype};
   const double token = 2.0 * static_cast<double>(layout.near().row_bytes()) * shape.layers * shape.kv_heads;
   const double most = kOfDevice * static_cast<double>(device->info().memory_bytes) / token;
-  return std::clamp(std::min(kShortTokens, most) / tokens, kUsualNearShare, 1.0);
+  return std::clamp(std::min(kShortTokens, most) / tokens, usual_near_share(tokens), 1.0);
 }
 
 }  // namespace
