@@ -133,8 +133,8 @@ void attend(const Workers& workers, const Kernels& kernels, const ForwardMemory&
           rows.push_back(of.near + std::uint64_t{of.near_lists[index * of.list_room() + i]} * of.layout.row_bytes());
         attend_rows(kernels, of, index, rows);
         if (row.drafts != 0) attend_edge(kernels, of, row, plane, index);
-        if (row.rest != 0) weigh_rest(kernels, of, row, plane, index);
       });
+  weigh_rests(workers, kernels, m, layer);
 }
 
 void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {

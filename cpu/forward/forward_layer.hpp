@@ -101,9 +101,8 @@ void append_queries(const Kernels& kernels, const ForwardMemory& memory, const F
 /// Of a team what some of its rows see and others do not, into what it has attended near.
 void attend_edge(const Kernels& kernels, const ForwardMemory& memory, const ForwardRow& row, std::uint32_t plane,
                  std::uint32_t index);
-/// Of a row with a rest what that weighs to each query head of a list, and its value.
-void weigh_rest(const Kernels& kernels, const ForwardMemory& memory, const ForwardRow& row, std::uint32_t plane,
-                std::uint32_t index);
+/// Of rows with a rest what that weighs to each query head of a list, and its value.
+void weigh_rests(const Workers& workers, const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void promote(const ForwardMemory& memory, std::uint32_t layer);
 void fetch(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void merge(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);

@@ -40,6 +40,7 @@ EngineOptions graph_options(const AttentionShape& shape, std::uint32_t rows, std
   EngineOptions options{.shape = shape, .largest = {.decode_rows = rows}, .threads = 4};
   const std::uint64_t block = PageLayout{.head_dim = shape.head_dim}.page_bytes() * shape.layers * shape.kv_heads;
   options.host_bytes = 80 * rows * block;
+  options.sequences = std::max(options.sequences, rows);
   options.near_bytes = near_blocks * block;
   options.max_picks = 256;
   return options;
