@@ -3,7 +3,7 @@
 # Behind each part of a GPU, in seconds on an H100 or H200 with 16 cores: what it takes by estimate, and what that is from:
 #   [b] `bench gpu` with 8K, 32K and 128K tokens and 32 layers took 50: making the layer's tokens and pinning them, 16 GiB at 128K
 #   [d] `bench decode`: 15 GiB of random weights are drawn in 3; a prompt of 128K tokens, 16 GiB, is imported in 10
-# None was timed as a part; all are bounded by what they were when their tables were made, in calls of at most 7 minutes.
+# Without a letter: what the part took on an H200. The others were not timed as parts; all are bounded by what they were when their tables were made, in calls of at most 7 minutes.
 
 memory=${RECORD_MEMORY:-8G 16G 32G 64G}
 every_preset='full;sluice;quest;twilight;streaming;arkvale;psa;lfps;topk;snapkv;adakv;pyramidkv;tactic;infinigen;double_sparsity;adamas'
@@ -11,14 +11,14 @@ every_preset="$every_preset;magicpig;vattention;exact | int4 | top_p=0.95;tactic
 
 decode_parts() {
   [ "$device" != host ] || return 0
-  echo decode-default      # 40 [b]: eight layers of six lengths, two of 256K and 512K
-  echo decode-ten          # 30 [b]
-  echo decode-default-uniform # 40 [b]: likewise, where attention has no pattern
+  echo decode-default      # 40: eight layers of six lengths, two of 256K and 512K
+  echo decode-ten          # 21
+  echo decode-default-uniform # 34: likewise, where attention has no pattern
   echo decode-lengths      # 80 [b]: six lengths, of which 64K and 128K are three quarters
   echo decode-256K         # 40 [b]: as 128K with 32 layers
   echo decode-512K         # 40 [b]: likewise
   echo decode-short        # 30 [b]
-  for size in 8K 32K; do echo "decode-costs-$size"; done # 110 each [b]: 41 and 36 sequences of these lengths, four engines
+  for size in 8K 32K; do echo "decode-costs-$size"; done # 53 for 8K, 110 for 32K [b]: 41 and 36 sequences of these lengths, four engines
   echo decode-uniform      # 30 [b]
   echo decode-other        # 60 [b]: four policies
   for what in 32K 128K 64; do # 60 to 90 each, by what parts of them took on an H200
@@ -28,17 +28,17 @@ decode_parts() {
   for length in 8K 32K; do echo "decode-tokens-$length"; done # 25 for 32K on an H200, 75 for 8K [d]
   for policy in sluice tactic; do echo "prompt-$policy"; done # 3 each on an H200
   for way in device stream host; do echo "decode-handover-$way"; done # 40 each [b]
-  for batch in 8x32K 32x8K 4x128K ragged; do echo "decode-batch-$batch"; done # 60 each [b]: as many tokens, two placements
-  for what in lengths batch 512K; do echo "decode-near-$what"; done # 60 each [b]
-  for what in 128K 512K 8x512K; do echo "decode-near-all-$what"; done # 140, 50 and 190 [b]: 11, 4 and 16 GiB for each of five policies
+  for batch in 8x32K 32x8K 4x128K ragged; do echo "decode-batch-$batch"; done # 25, and 51 for ragged: as many tokens, two placements
+  for what in lengths batch 512K; do echo "decode-near-$what"; done # 26 for lengths, 60 [b]
+  for what in 128K 512K 8x512K; do echo "decode-near-all-$what"; done # 109, 49 and 196: 11, 4 and 16 GiB for each of five policies
   echo presets             # 90 [b]: twenty policies, four layers of 8K and 32K tokens
   echo plan-others         # 140 on an H200: 83 for the machine, 54 for 27 configurations
   echo decode-model        # 90 [d]: 2 lengths, 3 methods
   echo decode-model-batch  # 120 [d]: four prompts of 128K, and one at a time for dense attention
-  echo decode-pattern      # 100 [d]: as decode-model
-  echo decode-pattern-batch # 140 [d]: as decode-model-batch, and a forward of all is audited: 32 GiB of keys
-  for size in $memory; do echo "decode-memory-32K-$size"; done # 120 each [d]: 16 prompts of 32K at most, 64 GiB of host memory
-  for size in $memory; do echo "decode-memory-128K-$size"; done # 120 each [d]
+  echo decode-pattern      # 16
+  echo decode-pattern-batch # 47: a forward of all is audited, 32 GiB of keys
+  for size in $memory; do echo "decode-memory-32K-$size"; done # 9 to 25: 16 prompts of 32K at most, 64 GiB of host memory
+  for size in $memory; do echo "decode-memory-128K-$size"; done # 6 to 50
   # LFPS end to end, as in its paper a batch of eight, beside what it is made of.
   echo decode-lfps-8K      # 60 [d]: 8 GiB of prompts for each of seven methods
   echo decode-lfps-32K     # 150 [d]: 32 GiB for each of four
