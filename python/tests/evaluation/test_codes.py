@@ -226,5 +226,5 @@ def test_every_figure_is_a_part_of_the_record(tmp_path: Path) -> None:
                             env={**os.environ, "PYTHONPATH": paths, "RECORD_PYTHON": sys.executable}).stdout
     parts = {line.split()[1] for line in listed.splitlines() if "figure-" in line}
     assert parts == {f"figure-{name}" for name in paper_figures.FIGURES}
-    tables = (ROOT / "tools" / "record" / "tables.py").read_text()
+    tables = (ROOT / "tools" / "record" / "figure_tables.py").read_text()
     assert all(f'"{part}"' in tables for part in parts)
