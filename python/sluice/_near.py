@@ -9,7 +9,7 @@ from sluice.errors import OutOfCapacity, Unsupported
 from sluice.options import EngineOptions
 
 SHARE = 0.05
-"""Of the tokens that host_bytes hold, the share that is near unless options say otherwise, as in `sluice run`."""
+"""Of the tokens that host_bytes hold, the share that is near unless options say otherwise."""
 
 SERVED_SHARE = 1.0
 """In a process that does nothing else with the GPU: what is near need not be awaited from the CPU."""
