@@ -47,10 +47,11 @@ answers_parts() {
   for length in ${RECORD_TEXT_LENGTHS:-8K 32K}; do echo "text-$length"; done
 }
 
-# pairs NAME TASK LENGTHS: answers of the default beside those of dense attention.
+# pairs NAME TASK LENGTHS: answers of the default beside those of dense attention. They are the same wherever tokens lie, and both policies
+# read a prompt that lies near once.
 pairs() {
   # shellcheck disable=SC2086 # Options.
-  eval_tasks "$1" "$2" "$3" "${RECORD_PAIRS:-32}" 0 "full;sluice" --paired $far
+  eval_tasks "$1" "$2" "$3" "${RECORD_PAIRS:-32}" 0 "full;sluice" --paired --near 100% --page-tokens 32 $far
 }
 
 # near_accuracy NAME MODEL TASKS LENGTHS
