@@ -60,6 +60,13 @@ struct Topology::Impl {
     return hwloc_get_obj_by_type(handle.get(), HWLOC_OBJ_NUMANODE, index);
   }
   [[nodiscard]] std::uint32_t node_of(unsigned pu) const noexcept;
+  /// That PU alone, to bind a thread to; null if the process may not use it. hwloc itself reports success for binding on
+  /// a machine that is not this one.
+  [[nodiscard]] Bitmap one(std::uint32_t pu) const noexcept {
+    if (!real() || hwloc_bitmap_isset(usable.get(), pu) == 0) return nullptr;
+    Bitmap set(hwloc_bitmap_alloc());
+    return set && hwloc_bitmap_only(set.get(), pu) == 0 ? std::move(set) : nullptr;
+  }
 };
 
 Topology::Impl::Impl(Handle loaded) : handle(std::move(loaded)), usable(hwloc_bitmap_alloc()) {
@@ -209,11 +216,21 @@ std::optional<std::uint32_t> Topology::nearest_node(const std::string& pci_bus_i
 bool Topology::synthetic() const noexcept { return !impl_->real(); }
 
 bool Topology::bind_this_thread(std::uint32_t pu) const noexcept {
-  // hwloc itself reports success for binding on a machine that is not this one.
-  if (synthetic() || hwloc_bitmap_isset(impl_->usable.get(), pu) == 0) return false;
+  const Bitmap set = impl_->one(pu);
+  return set && hwloc_set_cpubind(impl_->handle.get(), set.get(), HWLOC_CPUBIND_THREAD) == 0;
+}
+
+bool Topology::bind_thread(std::thread::native_handle_type thread, std::uint32_t pu) const noexcept {
+  const Bitmap set = impl_->one(pu);
+  return set && hwloc_set_thread_cpubind(impl_->handle.get(), thread, set.get(), 0) == 0;
+}
+
+std::optional<std::uint32_t> Topology::pu_of_this_thread() const noexcept {
   const Bitmap set(hwloc_bitmap_alloc());
-  if (!set || hwloc_bitmap_only(set.get(), pu) != 0) return false;
-  return hwloc_set_cpubind(impl_->handle.get(), set.get(), HWLOC_CPUBIND_THREAD) == 0;
+  if (synthetic() || !set) return {};
+  if (hwloc_get_last_cpu_location(impl_->handle.get(), set.get(), HWLOC_CPUBIND_THREAD) != 0) return {};
+  const int pu = hwloc_bitmap_first(set.get());
+  return pu < 0 ? std::nullopt : std::optional(static_cast<std::uint32_t>(pu));
 }
 
 std::vector<std::uint32_t> Topology::binding_of_this_thread() const {

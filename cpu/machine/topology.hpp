@@ -5,6 +5,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -60,6 +61,11 @@ class Topology {
                                                           const std::string& root = "/") const;
   /// Binds the calling thread to one PU. False if the system refuses; never throws.
   bool bind_this_thread(std::uint32_t pu) const noexcept;
+  /// Binds another thread of this process to one PU, whether it runs or not. Likewise.
+  bool bind_thread(std::thread::native_handle_type thread, std::uint32_t pu) const noexcept;
+  /// OS index of the PU that the calling thread runs on, or did a moment ago; empty if the system does not say, or on a
+  /// machine that is not this one.
+  [[nodiscard]] std::optional<std::uint32_t> pu_of_this_thread() const noexcept;
   /// PUs that the calling thread may run on, by OS index, ascending; empty if the system does not say, or on a machine
   /// that is not this one.
   [[nodiscard]] std::vector<std::uint32_t> binding_of_this_thread() const;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <stop_token>
@@ -24,6 +25,8 @@ class Crew {
 
   /// @throws std::system_error if the system has no thread left
   void add(std::function<void(const std::stop_token&)> work);
+  /// The system's, of the index-th that was added, until `stop`.
+  [[nodiscard]] std::thread::native_handle_type handle(std::size_t index) { return threads_[index].native_handle(); }
   /// Asks the threads to stop. Whether all have ended within `timeout`.
   [[nodiscard]] bool stop(std::chrono::milliseconds timeout) noexcept;
   /// Destroys `owner` when the last thread has ended: at once, on that thread, or never. It may own the crew. After

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <new>
+#include <optional>
 #include <system_error>
 #include <thread>
 
@@ -40,15 +41,16 @@ void FarWorkers::settle_in() noexcept {
   if (generation == generation_) return;
   try {
     const cpu::CoreShare share = cores_.share();
-    // The first core is the caller's.
+    // The first core is the caller's, and the last that is taken.
     const std::size_t first = share.pus.size() > 1 ? 1 : 0;
     for (std::size_t i = 0; i < most_; ++i)
-      places_[i].store(share.pus[first + i % (share.pus.size() - first)], std::memory_order_relaxed);
+      places_[i].store(share.pus[(first + i) % share.pus.size()], std::memory_order_relaxed);
     places_[most_].store(share.pus[0], std::memory_order_relaxed);  // Who waits for a job is the caller.
     caller_place_ = first == 0 ? kNone : share.pus[0];
     const std::uint32_t active = std::min(threads_on(share.cores), most_);
     constexpr std::uint32_t kMostThatNap = 3;
-    spins_.store(cores_.topology().cores() > kMostThatNap && active < share.cores, std::memory_order_relaxed);
+    leaves_core_ = active < share.cores;
+    spins_.store(cores_.topology().cores() > kMostThatNap && leaves_core_, std::memory_order_relaxed);
     active_.store(active, std::memory_order_relaxed);
     generation_ = generation;
     { const std::lock_guard lock(mutex_); }  // Who has looked just before waits by now.
@@ -63,6 +65,23 @@ std::uint32_t FarWorkers::caller_place() noexcept {
   return caller_place_;
 }
 
+void FarWorkers::make_way() noexcept {
+  if (!options_.pin || !leaves_core_ || caller_place_ == kNone) return;
+  const std::optional<std::uint32_t> here = cores_.topology().pu_of_this_thread();
+  if (!here || *here == caller_place_) return;
+  bool taken = false;
+  for (std::uint32_t i = 0; i < most_; ++i) {
+    if (places_[i].load(std::memory_order_relaxed) != *here) continue;
+    // Before it is woken: where it wakes up it takes the core from who woke it.
+    if (!cores_.topology().bind_thread(threads_.handle(i), caller_place_)) return;
+    places_[i].store(caller_place_, std::memory_order_relaxed);
+    taken = true;
+  }
+  if (!taken) return;
+  caller_place_ = *here;
+  places_[most_].store(*here, std::memory_order_relaxed);
+}
+
 void FarWorkers::move(std::uint32_t thread, std::uint32_t& pu) const noexcept {
   const std::uint32_t place = places_[thread].load(std::memory_order_relaxed);
   if (options_.pin && place != std::exchange(pu, place)) (void)cores_.topology().bind_this_thread(place);
@@ -70,6 +89,7 @@ void FarWorkers::move(std::uint32_t thread, std::uint32_t& pu) const noexcept {
 
 void FarWorkers::wake(std::uint64_t forward) {
   settle_in();
+  make_way();
   {
     const std::lock_guard lock(mutex_);
     expected_.store(forward, std::memory_order_relaxed);

@@ -71,7 +71,8 @@ class FarWorkers {
   [[nodiscard]] std::uint32_t active() const noexcept { return active_.load(std::memory_order_relaxed); }
   /// Whether these spin.
   [[nodiscard]] bool spins() const noexcept { return spins_.load(std::memory_order_relaxed); }
-  /// The core that the threads leave to the caller, as of the newest plan; kNone if they need all there are.
+  /// The core that the threads leave to the caller, as of the newest plan: where it ran then, if it is of their share;
+  /// kNone if they need all there are.
   [[nodiscard]] std::uint32_t caller_place() noexcept;
   /// Threads that answer nothing for a while, as others take their cores, see Presence: at most half of the active ones.
   [[nodiscard]] std::uint32_t aside() const noexcept { return aside_.load(std::memory_order_relaxed); }
@@ -85,6 +86,9 @@ class FarWorkers {
   [[nodiscard]] std::uint32_t threads_on(std::uint32_t cores) const noexcept;
   /// Goes by the share as it is now.
   void settle_in() noexcept;
+  /// Where the calling thread runs on a core of these, they go to the one that was left to it. A thread that spins does
+  /// not give way, and the system takes milliseconds to see that another core is free.
+  void make_way() noexcept;
   /// Binds the calling thread to its core, where it is not bound to that (`pu`) already.
   void move(std::uint32_t thread, std::uint32_t& pu) const noexcept;
   void work(std::uint32_t thread, const std::stop_token& stop);
@@ -158,6 +162,7 @@ class FarWorkers {
   std::condition_variable_any resettled_;  ///< fewer threads, or more, are active
   const std::uint32_t most_;                        ///< threads that answer
   std::uint32_t caller_place_ = kNone;
+  bool leaves_core_ = false;  ///< to the caller, for itself
   std::vector<std::atomic<std::uint32_t>> places_;  ///< [threads, then the one for jobs] PU that it runs on
   cpu::Crew threads_;                              ///< last: they use all of the above
 };

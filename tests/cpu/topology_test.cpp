@@ -2,6 +2,8 @@
 
 #include <sched.h>
 
+#include <atomic>
+#include <chrono>
 #include <memory>
 #include <set>
 #include <string>
@@ -141,6 +143,30 @@ TEST_CASE("a bound thread sees only the PU it was bound to", "[topology]") {
     REQUIRE(seen == std::vector<std::uint32_t>{pu});
   else
     WARN("the system refuses to bind threads; nothing checked");
+}
+
+TEST_CASE("a thread is bound by another, awake or asleep, and knows where it runs", "[topology]") {
+  const Topology machine;
+  const auto order = machine.core_order(0);
+  std::atomic<bool> goes_on{true};
+  std::atomic<std::uint32_t> seen{~0u};
+  std::jthread other([&] {
+    while (goes_on) seen = machine.pu_of_this_thread().value_or(~0u);
+  });
+  bool bound = true;
+  for (const std::uint32_t pu : order) {
+    bound = bound && machine.bind_thread(other.native_handle(), pu);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (bound && seen != pu && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+    if (bound) CHECK(seen == pu);
+  }
+  const bool refused = !machine.bind_thread(other.native_handle(), 1u << 20);
+  goes_on = false;
+  if (!bound) WARN("the system refuses to bind threads; nothing checked");
+  REQUIRE(refused);
+  const Topology imagined("core:4 pu:1");
+  REQUIRE_FALSE(imagined.pu_of_this_thread());
+  REQUIRE_FALSE(imagined.bind_thread(other.native_handle(), 0));
 }
 
 TEST_CASE("a thread gets back what it could run on before it was bound", "[topology]") {

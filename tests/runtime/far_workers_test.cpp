@@ -1,8 +1,12 @@
 // Threads that answer questions, as far as they sleep, share cores and wait for one another.
 #include "runtime/far/far_workers.hpp"
 
+#include <sched.h>
+
 #include <atomic>
+#include <filesystem>
 #include <optional>
+#include <string>
 #include <thread>
 
 #include "cpu/backend/backend.hpp"
@@ -58,6 +62,17 @@ struct ChoosingDesk : Desk {
 /// Threads that do nothing: on a busy machine some may stand aside, whose cores others take.
 std::uint32_t resting(const FarWorkers& workers) { return workers.asleep() + workers.aside(); }
 
+/// Threads of this process that may run on that PU alone.
+std::size_t threads_bound_to(std::uint32_t pu) {
+  std::size_t count = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    cpu_set_t set;
+    if (sched_getaffinity(std::stoi(task.path().filename()), sizeof set, &set) != 0) continue;  // It has ended.
+    count += CPU_COUNT(&set) == 1 && CPU_ISSET(pu, &set) ? 1 : 0;
+  }
+  return count;
+}
+
 }  // namespace
 
 TEST_CASE("threads sleep between plans, all of them", "[far_workers]") {
@@ -104,6 +119,28 @@ TEST_CASE("threads go by the share of cores when a forward is planned", "[far_wo
   REQUIRE(comes([&] { return workers.asleep() == 0; }));
   desk.end(3);
   REQUIRE(comes([&] { return resting(workers) == 7; }));
+}
+
+TEST_CASE("threads leave the core on which the caller runs, wherever that is", "[far_workers]") {
+  const cpu::Topology machine;
+  const std::vector<std::uint32_t> cores = machine.core_order(0);
+  const auto threads = static_cast<std::uint32_t>(cores.size()) - 1;
+  if (threads == 0) return;  // One core, which all share.
+  Desk desk;
+  cpu::CoreShares shares;
+  FarWorkers workers = desk.workers(shares, machine, {.threads = threads});
+  std::thread([&] {  // What this test's thread may use stays.
+    for (std::uint64_t forward = 1; forward <= 3 * cores.size(); ++forward) {
+      const std::uint32_t pu = cores[forward % cores.size()];
+      if (!machine.bind_this_thread(pu)) return;
+      CHECK(comes([&] { return resting(workers) == threads; }));
+      workers.wake(forward);
+      CHECK(workers.caller_place() == pu);
+      CHECK(comes([&] { return workers.asleep() == 0; }));
+      CHECK(threads_bound_to(pu) == 1);  // This one.
+      desk.end(forward);
+    }
+  }).join();
 }
 
 TEST_CASE("half of the threads stand aside where others take their cores, and come back where fewer are left",
