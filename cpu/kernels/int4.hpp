@@ -195,15 +195,5 @@ void score_int4(const ScoreInt4Rows& args) noexcept {
   }
 }
 
-void weigh(const float* x, std::size_t count, float top, float* out) noexcept {
-  for (std::size_t i = 0; i < count; i += kWidth) {
-    const std::size_t valid = count - i < kWidth ? count - i : kWidth;
-    alignas(64) float part[kWidth];
-    for (std::size_t j = 0; j < kWidth; ++j) part[j] = j < valid && x[i + j] != top ? x[i + j] - top : 0.f;
-    Simd::store(part, exp_negative(Simd::load(part)));
-    for (std::size_t j = 0; j < valid; ++j) out[i + j] = part[j];
-  }
-}
-
 }  // namespace
 }  // namespace sluice::cpu
