@@ -85,7 +85,10 @@ inline std::uint32_t lane_bits(const AttendRows& args, const Tile& tile, std::ui
 template <class H>
 inline Vec given_scores(const AttendRows& args, const Tile& tile, std::uint32_t r, std::uint32_t head) noexcept {
   const float* const from = args.scores + std::size_t{tile.first + r} * args.group + head;
-  if (H::kHeads == args.group && r + H::kRows <= tile.rows) return Simd::load(from);
+  if (r + H::kRows <= tile.rows) {
+    if (H::kHeads == args.group) return Simd::load(from);
+    if constexpr (H::kHeads == 4) return Simd::load_fours(from, args.group);
+  }
   alignas(64) float lanes[kWidth];
   for (std::uint32_t i = 0; i < H::kRows; ++i) {
     for (std::uint32_t h = 0; h < H::kHeads; ++h) {

@@ -54,10 +54,10 @@ inline Int4Params int4_params(const float* row, std::uint32_t head_dim) noexcept
 
 /// Rounds to f16 and stores both; what was stored comes back.
 inline Int4Params store_params(Int4Params params, std::byte* to) noexcept {
-  alignas(64) float wide[kWidth] = {params.scale, params.zero};
   std::byte narrow[kWidth * 2];
-  Simd::store_as<DType::f16>(narrow, Simd::load(wide));
+  Simd::store_as<DType::f16>(narrow, Simd::keep(1u, Simd::set(params.scale), Simd::set(params.zero)));
   __builtin_memcpy(to, narrow, Int4Layout::kParamBytes);
+  alignas(64) float wide[kWidth];
   Simd::store(wide, Simd::load_as<DType::f16>(narrow));
   return {wide[0], wide[1]};
 }
@@ -192,16 +192,6 @@ void score_int4(const ScoreInt4Rows& args) noexcept {
         }
       }
     });
-  }
-}
-
-void weigh(const float* x, std::size_t count, float top, float* out) noexcept {
-  for (std::size_t i = 0; i < count; i += kWidth) {
-    const std::size_t valid = count - i < kWidth ? count - i : kWidth;
-    alignas(64) float part[kWidth];
-    for (std::size_t j = 0; j < kWidth; ++j) part[j] = j < valid && x[i + j] != top ? x[i + j] - top : 0.f;
-    Simd::store(part, exp_negative(Simd::load(part)));
-    for (std::size_t j = 0; j < valid; ++j) out[i + j] = part[j];
   }
 }
 

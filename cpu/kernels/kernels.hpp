@@ -203,7 +203,7 @@ struct Kernels {
   ElementKernels element[4];  ///< by DType
   E4m3Kernels e4m3;
   void (*score_int4)(const ScoreInt4Rows& args) noexcept;
-  /// out[i] = exp(x[i] - top), for x[i] <= top; 1 where they are equal, even if infinite.
+  /// out[i] = exp(x[i] - top), for x[i] <= top; 1 where they are equal, even if infinite, and NaN where x[i] is.
   void (*weigh)(const float* x, std::size_t count, float top, float* out) noexcept;
   /// Of those that are numbers; -infinity if there are none.
   float (*largest)(const float* x, std::size_t count) noexcept;

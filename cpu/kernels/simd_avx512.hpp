@@ -24,6 +24,12 @@ struct Simd {
 
   static Vec set(float x) noexcept { return _mm512_set1_ps(x); }
   static Vec load(const float* p) noexcept { return _mm512_loadu_ps(p); }
+  static Vec load_fours(const float* p, std::size_t stride) noexcept {
+    const __m512 first = _mm512_castps128_ps512(_mm_loadu_ps(p));
+    const __m512 two = _mm512_insertf32x4(first, _mm_loadu_ps(p + stride), 1);
+    const __m512 three = _mm512_insertf32x4(two, _mm_loadu_ps(p + 2 * stride), 2);
+    return _mm512_insertf32x4(three, _mm_loadu_ps(p + 3 * stride), 3);
+  }
   static void store(float* p, Vec v) noexcept { _mm512_storeu_ps(p, v); }
   static Vec add(Vec a, Vec b) noexcept { return _mm512_add_ps(a, b); }
   static Vec sub(Vec a, Vec b) noexcept { return _mm512_sub_ps(a, b); }

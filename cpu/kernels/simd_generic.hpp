@@ -29,6 +29,7 @@ struct Simd {
     std::memcpy(&v, p, sizeof v);
     return v;
   }
+  static Vec load_fours(const float* p, std::size_t) noexcept { return load(p); }
   static void store(float* p, Vec v) noexcept { std::memcpy(p, &v, sizeof v); }
   static Vec add(Vec a, Vec b) noexcept { return a + b; }
   static Vec sub(Vec a, Vec b) noexcept { return a - b; }

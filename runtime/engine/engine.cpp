@@ -8,7 +8,7 @@
 #include "cpu/machine/rank_cores.hpp"
 #include "runtime/call.hpp"
 #include "runtime/engine/engine_options.hpp"
-#include "runtime/engine/impl.hpp"
+#include "runtime/engine/parking.hpp"
 #include "scheduler/plan/dense_advice.hpp"
 
 namespace sluice {
@@ -121,6 +121,7 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       choice(memory.largest(), cpu::fastest_kernels(), options.answer_timeout),
       far_notes(memory.largest()),
       table(memory.largest().blocks),
+      parking(std::make_unique<Parking>(*this)),
       programs(options.in_flight),
       watchdog(options.handover == Handover::stream
                    ? std::make_unique<runtime::AnswerWatchdog>(mailbox(), options.answer_timeout)
@@ -220,24 +221,24 @@ void Engine::truncate(SequenceId sequence, std::uint32_t tokens) {
   translated([&] { impl_->truncate(sequence, tokens); });
 }
 std::uint64_t Engine::park(SequenceId sequence, std::span<std::byte> area, std::string_view model) const {
-  return translated([&] { return impl_->park(sequence, area, model); });
+  return translated([&] { return impl_->parking->park(sequence, area, model); });
 }
 void Engine::park(SequenceId sequence, const std::string& file, std::string_view model) const {
-  translated([&] { impl_->park(sequence, file, model); });
+  translated([&] { impl_->parking->park(sequence, file, model); });
 }
 std::uint64_t Engine::park_bytes(SequenceId sequence, std::string_view model) const {
-  return translated([&] { return impl_->park_bytes(sequence, model); });
+  return translated([&] { return impl_->parking->park_bytes(sequence, model); });
 }
 SequenceId Engine::resume(std::span<const std::byte> area, std::string_view model) {
   return translated([&] {
     runtime::MemorySource source(area);
-    return impl_->resume(source, model);
+    return impl_->parking->resume(source, model);
   });
 }
 SequenceId Engine::resume(const std::string& file, std::string_view model) {
   return translated([&] {
     runtime::FileSource source(file);
-    return impl_->resume(source, model);
+    return impl_->parking->resume(source, model);
   });
 }
 void Engine::import_prefix(SequenceId sequence, LayerId layer, const TensorView& k, const TensorView& v, void* stream,
@@ -278,7 +279,7 @@ AuditReport Engine::audit(SequenceId sequence) const {
 std::uint32_t Engine::tokens(SequenceId id) const { return impl_->at(id).tokens; }
 
 EngineMemoryUse Engine::memory() const noexcept {
-  impl_->release_late();
+  impl_->parking->release_late();
   EngineMemoryUse use = impl_->memory.use();
   use.partials = impl_->far.bytes() + impl_->far_notes.bytes();
   use.policies = impl_->policy_bytes();
@@ -297,9 +298,9 @@ std::uint64_t Engine::far_bytes(SequenceId id) const {
 EngineStats Engine::stats() const noexcept { return impl_->stats(); }
 
 void Engine::pin_caller() {
-  translated([&] { impl_->pin_caller(); });
+  translated([&] { impl_->pins.pin(impl_->topology, impl_->far.caller_place()); });
 }
-void Engine::unpin_caller() noexcept { impl_->unpin_caller(); }
+void Engine::unpin_caller() noexcept { impl_->pins.unpin(impl_->topology); }
 
 const EngineOptions& Engine::options() const noexcept { return impl_->options; }
 

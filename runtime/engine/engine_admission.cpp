@@ -3,7 +3,7 @@
 
 #include "runtime/call.hpp"
 #include "runtime/engine/engine_options.hpp"
-#include "runtime/engine/impl.hpp"
+#include "runtime/engine/parking.hpp"
 #include "scheduler/plan/forward_rows.hpp"
 
 namespace sluice {
@@ -75,7 +75,7 @@ SequenceMemoryUse Engine::Impl::use_of(const Sequence& sequence) {
 }
 
 bool Engine::can_admit(std::uint32_t tokens) const noexcept {
-  impl_->release_late();
+  impl_->parking->release_late();
   return !impl_->free_lists.empty() && tokens <= impl_->memory.largest().largest.max_tokens &&
          impl_->memory.stacks().blocks(impl_->pages_of(tokens)) <= impl_->table.free() + impl_->table.idle();
 }

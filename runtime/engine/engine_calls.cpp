@@ -3,7 +3,7 @@
 #include <optional>
 #include <string>
 
-#include "runtime/engine/impl.hpp"
+#include "runtime/engine/parking.hpp"
 #include "scheduler/plan/forward_work.hpp"
 
 namespace sluice {
@@ -52,7 +52,7 @@ void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView&
       throw Error(Errc::invalid_argument, "import_prefix: forward " + text(programs.newest().forward) +
                                               " is under way; finish or cancel it first");
     std::vector<Wanted> wanted{{.sequence = &sequence, .item = {.sequence = id, .tokens = k.tokens, .prefill = true}}};
-    release_late();
+    parking->release_late();
     require_room(wanted, bucket.max_tokens);
     importing = send(std::move(wanted), bucket, stream, q.tokens);
     importing_queries = q.tokens;
@@ -88,7 +88,7 @@ Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, v
   const Bucket bucket = resolved(asked, "plan");
   require_auditable(bucket);
   std::vector<Wanted> wanted = checked(items, bucket);
-  release_late();
+  parking->release_late();
   require_room(wanted, bucket.max_tokens);
   begin_policies(wanted);
   // Where the device fetches all that is far, it asks for choices alone.

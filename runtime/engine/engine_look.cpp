@@ -68,7 +68,7 @@ void Engine::Impl::begin_policies(std::span<const Wanted> wanted) {
     await_prompt(item.sequence);
     if (sequence->policy) {
       const auto rest = runtime::SequencePolicy::rest(sequence->policy, options.timeout);
-      drop_policy(*sequence);
+      sequence->drop_policy();
     }
     if (!sequence->look.job || !sequence->look.job->idle()) runtime::count(counted.stalls);
     if (!sequence->look.job) begin_look(*sequence);

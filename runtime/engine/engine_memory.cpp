@@ -6,124 +6,12 @@
 #include <string>
 
 #include "runtime/engine/engine_options.hpp"
-#include "sluice/carver.hpp"
+#include "runtime/engine/memory_parts.hpp"
 #include "sluice/error.hpp"
 #include "sluice/int4.hpp"
 
 namespace sluice::runtime {
 namespace {
-
-template <class T>
-void take(Carver& parts, T*& part, std::uint64_t count) {
-  part = parts.take<T>(count);
-}
-
-std::uint64_t heads(const ForwardMemory& m) { return std::uint64_t{m.largest.decode_rows} * m.shape.q_heads; }
-std::uint64_t kv_heads(const ForwardMemory& m) { return std::uint64_t{m.largest.decode_rows} * m.shape.kv_heads; }
-
-std::uint64_t carve_device(ForwardMemory& m, std::uint64_t scratch, std::byte* from) {
-  Carver parts(from);
-  take(parts, m.state, 1);
-  if (m.near_pages != 0) {
-    take(parts, m.near_of, m.far_row(m.planes(), 0));
-    take(parts, m.near_rows, m.near_row(m.planes(), 0));
-    take(parts, m.near_hands, m.planes());
-    take(parts, m.near_held, m.blocks);
-    take(parts, m.arrivals, std::uint64_t{m.stacks} * m.planes());
-    take(parts, m.arriving, std::uint64_t{m.stacks} * m.planes() * m.arriving_room());
-  }
-  take(parts, m.lists, std::uint64_t{m.stacks} * m.list_count * m.max_pages);
-  take(parts, m.tokens, m.append_rows);
-  take(parts, m.rows, m.largest.decode_rows);
-  take(parts, m.chunks, m.largest.prefills);
-  take(parts, m.q, heads(m) * m.shape.head_dim);
-  if (m.largest.pages) {
-    take(parts, m.page_scores, heads(m) * m.max_pages);
-    take(parts, m.ranked, heads(m) * m.max_ranked);
-  }
-  if (m.cluster_slots != 0) {
-    take(parts, m.centroids, m.cluster_head(m.cluster_slots, 0) * m.max_clusters * m.shape.head_dim);
-    take(parts, m.cluster_starts, m.cluster_head(m.cluster_slots, 0) * (m.max_clusters + 1));
-    take(parts, m.cluster_members, m.cluster_head(m.cluster_slots, 0) * m.largest.max_tokens);
-  }
-  take(parts, m.scores, heads(m) * m.score_room());
-  take(parts, m.picks, heads(m) * m.max_picks);
-  if (m.largest.unbounded) take(parts, m.masks, heads(m) * m.mask_words());
-  take(parts, m.near_lists, kv_heads(m) * m.list_room());
-  take(parts, m.near_counts, kv_heads(m));
-  take(parts, m.far_listed, kv_heads(m));
-  take(parts, m.far_windows, kv_heads(m));
-  take(parts, m.near_out, heads(m) * m.shape.head_dim);
-  take(parts, m.near_lse, heads(m));
-  if (m.fetches()) {
-    take(parts, m.fetch_heads, kv_heads(m));
-    take(parts, m.fetched_out, heads(m) * m.shape.head_dim);
-    take(parts, m.fetched_lse, heads(m));
-  }
-  if (m.keeps_means) {
-    take(parts, m.rest_out, kv_heads(m) * kMostRestParts * m.shape.head_dim);
-    take(parts, m.rest_mass, heads(m) * kMostRestParts * 2);
-  }
-  if (m.largest.audit) take(parts, m.audit_sums, std::uint64_t{m.largest.rows()} * m.shape.q_heads);
-  take(parts, m.scratch, scratch);
-  return parts.used();
-}
-
-void carve_audit(Carver& parts, ForwardMemory& m) {
-  take(parts, m.audit_q, m.shape.layers * heads(m) * m.shape.head_dim);
-  take(parts, m.audit_out, m.shape.layers * heads(m) * m.shape.head_dim);
-  take(parts, m.audit_lse, m.shape.layers * heads(m));
-  take(parts, m.audit_rows, m.shape.layers * kv_heads(m) * m.list_room());
-  take(parts, m.audit_counts, m.shape.layers * kv_heads(m));
-}
-
-std::uint64_t carve_pinned(std::vector<ForwardMemory>& slips, std::uint64_t listed_blocks, std::byte* from) {
-  Carver parts(from);
-  ForwardMemory shared = slips.front();
-  const std::uint64_t lists = std::uint64_t{shared.stacks} * shared.list_count;
-  take(parts, shared.mailbox, 1);
-  if (shared.near_pages != 0) take(parts, shared.near_seen, shared.blocks);
-  take(parts, shared.far_q, heads(shared) * shared.shape.head_dim);
-  if (shared.largest.rehearsed) take(parts, shared.rehearsed_q, heads(shared) * shared.shape.head_dim);
-  if (shared.largest.pages && shared.tail_rows != 0) {
-    take(parts, shared.far_page_scores, heads(shared) * shared.max_pages);
-    take(parts, shared.far_ranked, heads(shared) * shared.max_ranked);
-  }
-  take(parts, shared.far_rows, kv_heads(shared) * shared.list_room());
-  take(parts, shared.far_counts, kv_heads(shared));
-  take(parts, shared.far_out, heads(shared) * shared.shape.head_dim);
-  take(parts, shared.far_lse, heads(shared));
-  if (shared.fetches_chosen) {
-    take(parts, shared.chosen, kv_heads(shared));
-    take(parts, shared.chosen_rows, kv_heads(shared) * shared.chosen_room());
-  }
-  take(parts, shared.tails,
-       std::uint64_t{shared.shape.layers} * shared.tail_rows * shared.shape.q_heads * shared.shape.head_dim);
-  if (shared.proposal_slots != 0) {
-    const std::uint64_t layers = shared.proposal_layer(shared.proposal_slots, 0);
-    take(parts, shared.proposals, layers * shared.shape.kv_heads);
-    take(parts, shared.proposed, layers * shared.shape.q_heads * shared.proposed_words());
-    take(parts, shared.proposed_q, layers * shared.shape.q_heads * shared.shape.head_dim);
-  }
-  if (shared.sparse_prefill)
-    take(parts, shared.choices,
-         std::uint64_t{kMostForwards} * shared.shape.layers * shared.largest.prefills * shared.shape.q_heads);
-  if (shared.largest.trace)
-    take(parts, shared.stamps, std::uint64_t{kMostForwards} * shared.shape.layers * kStampedStages);
-  if (shared.largest.audit) carve_audit(parts, shared);
-  for (ForwardMemory& m : slips) {
-    m = shared;
-    take(parts, m.slip, 1);
-    take(parts, m.slip_tokens, m.append_rows);
-    take(parts, m.slip_rows, m.largest.decode_rows);
-    take(parts, m.slip_chunks, m.largest.prefills);
-    take(parts, m.slip_lists, lists);
-    take(parts, m.slip_blocks, listed_blocks);
-    take(parts, m.slip_freed, m.blocks);
-    take(parts, m.slip_copies, 2 * lists);
-  }
-  return parts.used();
-}
 
 Bucket largest_of(const EngineOptions& options, const scheduler::LayerStacks& stacks, const PageLayout& layout,
                   std::uint32_t blocks) {
@@ -143,6 +31,31 @@ std::uint64_t block_bytes_of(const ForwardMemory& memory) { return memory.far_la
 /// As many near pages, one of each plane.
 std::uint64_t near_bytes_of(const ForwardMemory& memory, std::uint64_t pages) {
   return pages * memory.layout.page_bytes() * memory.planes();
+}
+
+/// What rows attend without choosing: windows of layers, and contexts that are short.
+void describe_windows(ForwardMemory& memory, const EngineOptions& options) {
+  if (!options.windows.empty()) memory.windows = options.windows.data();
+  for (const std::uint32_t window : options.windows)
+    memory.widest = std::max(memory.widest, std::min(window, memory.largest.max_tokens));
+  if (options.dense_tokens != kDenseAuto)
+    memory.dense_tokens = std::min(options.dense_tokens, memory.largest.max_tokens);
+  memory.widest = std::max(memory.widest, memory.dense_tokens);
+}
+
+/// Who reads what is far, and what policies that choose on the CPU need for it.
+void describe_far(ForwardMemory& memory, const EngineOptions& options) {
+  const bool streams = options.placement == PlacementMode::stream;
+  memory.fetch_share = streams ? kWholeFetchShare : fetch_share_of(options.fetch_share);
+  memory.tail_rows = options.cpu_sequences * options.prompt_queries;
+  memory.fetches_chosen = streams && memory.tail_rows != 0;
+  memory.handover = options.handover;
+  if (memory.handover == Handover::device)
+    memory.answer_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.answer_timeout).count());
+  // The device waits for them in its kernels; threads count what they have to propose for a forward in 20 bits.
+  const bool counted = std::uint64_t{memory.largest.decode_rows} * memory.layer_heads() < std::uint64_t{1} << 20;
+  if (options.forecasts && counted && memory.handover == Handover::device && memory.largest.top_k)
+    memory.proposal_slots = options.cpu_sequences;
 }
 
 /// Sizes, and no memory yet.
@@ -173,27 +86,12 @@ ForwardMemory described(const EngineOptions& options, const scheduler::LayerStac
   // What is chosen of them is a share of the mass.
   memory.cluster_slots = memory.largest.unbounded ? options.cluster_sequences : 0;
   memory.max_clusters = std::min(options.max_clusters, memory.largest.max_tokens);
-  if (!options.windows.empty()) memory.windows = options.windows.data();
-  for (const std::uint32_t window : options.windows)
-    memory.widest = std::max(memory.widest, std::min(window, memory.largest.max_tokens));
-  if (options.dense_tokens != kDenseAuto)
-    memory.dense_tokens = std::min(options.dense_tokens, memory.largest.max_tokens);
-  memory.widest = std::max(memory.widest, memory.dense_tokens);
+  describe_windows(memory, options);
   memory.sparse_prefill = options.prefill.mode != PrefillMode::full && memory.largest.prefills != 0;
   memory.prefill = options.prefill;
   const std::uint32_t longest = memory.max_pages * memory.layout.page_tokens;
   memory.prefill_window = memory.sparse_prefill ? longest : std::min(options.prefill_window, longest);
-  const bool streams = options.placement == PlacementMode::stream;
-  memory.fetch_share = streams ? kWholeFetchShare : fetch_share_of(options.fetch_share);
-  memory.tail_rows = options.cpu_sequences * options.prompt_queries;
-  memory.fetches_chosen = streams && memory.tail_rows != 0;
-  memory.handover = options.handover;
-  if (memory.handover == Handover::device)
-    memory.answer_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.answer_timeout).count());
-  // The device waits for them in its kernels; threads count what they have to propose for a forward in 20 bits.
-  const bool counted = std::uint64_t{memory.largest.decode_rows} * memory.layer_heads() < std::uint64_t{1} << 20;
-  if (options.forecasts && counted && memory.handover == Handover::device && memory.largest.top_k)
-    memory.proposal_slots = options.cpu_sequences;
+  describe_far(memory, options);
   return memory;
 }
 

@@ -4,9 +4,8 @@
 #include <string>
 #include <utility>
 
-#include "runtime/engine/impl.hpp"
+#include "runtime/engine/parking.hpp"
 #include "runtime/park/park_blocks.hpp"
-#include "runtime/park/park_head.hpp"
 #include "scheduler/policy/text.hpp"
 
 namespace sluice {
@@ -39,13 +38,13 @@ void require_resumable(const runtime::ParkHead& head, const PolicySpec& spec) {
 
 }  // namespace
 
-runtime::ParkHead Engine::Impl::park_head(SequenceId id, std::string_view model) {
-  const Sequence& sequence = resting(id, "park");
+runtime::ParkHead Engine::Impl::Parking::head_of(SequenceId id, std::string_view model) {
+  const Sequence& sequence = engine_.resting(id, "park");
   if (model.size() > runtime::kMostModelBytes)
     throw Error(Errc::invalid_argument, "park: `model` has " + text(model.size()) + " bytes, and may have " +
                                             text(runtime::kMostModelBytes) + "; give it a hash of what it says");
-  runtime::ParkHead head{.shape = options.shape,
-                         .dtype = options.kv_dtype,
+  runtime::ParkHead head{.shape = engine_.options.shape,
+                         .dtype = engine_.options.kv_dtype,
                          .tokens = sequence.tokens,
                          .prompt_end = sequence.prompt_end,
                          .sparse = sequence.names.sparse < sequence.tokens ? sequence.names.sparse : kNone,
@@ -53,13 +52,13 @@ runtime::ParkHead Engine::Impl::park_head(SequenceId id, std::string_view model)
                          .salt = sequence.names.known.salt,
                          .balance = sequence.bets.balance.balance(),
                          .chunk_end = sequence.bets.end,
-                         .prefill = runtime::prefill_of(options.prefill),
+                         .prefill = runtime::prefill_of(engine_.options.prefill),
                          .model = std::string(model),
                          .policy = to_string(sequence.spec),
                          .policy_name = sequence.spec.name,
                          .rests = sequence.bets.rests,
-                         .passed = kept_from(sequence),
-                         .windows = options.windows};
+                         .passed = engine_.kept_from(sequence),
+                         .windows = engine_.options.windows};
   const Sequence::Tail& tail = sequence.tail;
   if (tail.slot != kNone && tail.begin < tail.end) {
     head.tail_begin = tail.begin;
@@ -69,35 +68,36 @@ runtime::ParkHead Engine::Impl::park_head(SequenceId id, std::string_view model)
   return head;
 }
 
-std::uint64_t Engine::Impl::park_bytes(SequenceId id, std::string_view model) {
-  return parked_bytes(park_head(id, model));
+std::uint64_t Engine::Impl::Parking::park_bytes(SequenceId id, std::string_view model) {
+  return parked_bytes(head_of(id, model));
 }
 
-Engine::Impl::ParkedBody Engine::Impl::park_body(Sequence& sequence, const runtime::ParkHead& head,
-                                                 std::span<std::int32_t> names) {
-  ParkedBody parked;
+Engine::Impl::Parking::Body Engine::Impl::Parking::body_of(Sequence& sequence, const runtime::ParkHead& head,
+                                                           std::span<std::int32_t> names) {
+  Body parked;
   runtime::ParkBody& body = parked.body;
   body.add(
       {.row_bytes = sizeof(std::int32_t), .rows = names.size(), .base = reinterpret_cast<std::byte*>(names.data())});
   body.add({.row_bytes = sizeof(std::int32_t), .rows = head.names - names.size()});
-  const ForwardMemory& m = memory.largest();
+  const ForwardMemory& m = engine_.memory.largest();
   const Sequence::Tail& tail = sequence.tail;
   // Behind those that are older than there is room for.
   const std::uint32_t kept = tail.slot == kNone || head.tail_begin == head.tail_end ? 0 : tail.end - tail.begin;
-  const std::uint64_t query_bytes = std::uint64_t{options.shape.q_heads} * options.shape.head_dim * sizeof(float);
-  for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
+  const std::uint64_t query_bytes =
+      std::uint64_t{engine_.options.shape.q_heads} * engine_.options.shape.head_dim * sizeof(float);
+  for (std::uint32_t layer = 0; layer < engine_.options.shape.layers; ++layer) {
     body.add({.row_bytes = query_bytes, .rows = head.tail_end - head.tail_begin - kept});
     if (kept == 0) continue;
-    float* const slot = m.tails + (std::uint64_t{layer} * m.tail_rows + tail.slot * options.prompt_queries) *
+    float* const slot = m.tails + (std::uint64_t{layer} * m.tail_rows + tail.slot * engine_.options.prompt_queries) *
                                       (query_bytes / sizeof(float));
     body.add({.row_bytes = query_bytes,
               .rows = kept,
               .base = reinterpret_cast<std::byte*>(slot),
               .first = tail.begin,
-              .turn = options.prompt_queries});
+              .turn = engine_.options.prompt_queries});
   }
   const PageLayout& layout = m.far_layout;
-  for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
+  for (std::uint32_t layer = 0; layer < engine_.options.shape.layers; ++layer) {
     const std::uint32_t first = head.first_token(layer);
     const auto add = [&](std::uint32_t kv_head, std::uint64_t offset, std::uint64_t row_bytes) {
       body.add({.row_bytes = row_bytes,
@@ -108,7 +108,7 @@ Engine::Impl::ParkedBody Engine::Impl::park_body(Sequence& sequence, const runti
                 .frames = sequence.lists[m.place_of(layer).stack].blocks().data(),
                 .frame_bytes = layout.page_bytes()});
     };
-    for (std::uint32_t kv_head = 0; kv_head < options.shape.kv_heads; ++kv_head) {
+    for (std::uint32_t kv_head = 0; kv_head < engine_.options.shape.kv_heads; ++kv_head) {
       add(kv_head, 0, layout.row_bytes());
       add(kv_head, layout.half_bytes(), layout.row_bytes());
       if (layout.scaled()) add(kv_head, layout.scales_offset(), layout.scale_bytes());
@@ -118,15 +118,15 @@ Engine::Impl::ParkedBody Engine::Impl::park_body(Sequence& sequence, const runti
   return parked;
 }
 
-std::unique_ptr<runtime::BorrowingJob> Engine::Impl::begin_blocks(std::uint64_t first, std::uint64_t last,
-                                                                  BlockWork work) {
+std::unique_ptr<runtime::BorrowingJob> Engine::Impl::Parking::begin_blocks(std::uint64_t first, std::uint64_t last,
+                                                                           BlockWork work) {
   // A piece keeps a thread from a layer's question for as long: a tenth of a millisecond or two in memory, in files as
   // long as the system takes. One thread answers whatever the others do.
   constexpr std::uint64_t kBlocks = 2;
   const auto pieces = static_cast<std::uint32_t>(div_up(last - first, kBlocks));
   return std::make_unique<runtime::BorrowingJob>(
       [this](std::uint32_t count, std::function<void(std::uint32_t)> piece) {
-        return begin_job(count, std::move(piece));
+        return engine_.begin_job(count, std::move(piece));
       },
       pieces,
       [first, last, work = std::move(work)](std::uint32_t piece) {
@@ -136,24 +136,24 @@ std::unique_ptr<runtime::BorrowingJob> Engine::Impl::begin_blocks(std::uint64_t 
       });
 }
 
-void Engine::Impl::await_blocks(runtime::BorrowingJob& job, const char* call) {
-  if (!job.await(options.timeout))
+void Engine::Impl::Parking::await_blocks(runtime::BorrowingJob& job, const char* call) {
+  if (!job.await(engine_.options.timeout))
     throw Error(Errc::timeout, std::string(call) +
                                    ": a thread that copies a part of the sequence has not come back within " +
-                                   text(options.timeout.count()) +
+                                   text(engine_.options.timeout.count()) +
                                    " ms; repeat the call, or, if the machine is merely busy, with a longer "
                                    "EngineOptions::timeout");
   job.rethrow();
 }
 
-void Engine::Impl::park(SequenceId id, const runtime::ParkHead& head, runtime::ParkSink& sink) {
-  Sequence& sequence = at(id);
+void Engine::Impl::Parking::write(SequenceId id, const runtime::ParkHead& head, runtime::ParkSink& sink) {
+  Sequence& sequence = engine_.at(id);
   const std::vector<std::byte> begin = runtime::encode(head);
   std::vector<std::byte> scratch;
   const auto room = sink.room(0, begin.size(), scratch);
   std::ranges::copy(begin, room.begin());
   sink.put(0, room);
-  const runtime::ParkBody body = park_body(sequence, head, sequence.names.ids).body;
+  const runtime::ParkBody body = body_of(sequence, head, sequence.names.ids).body;
   const auto job = begin_blocks(0, runtime::park_blocks(body.bytes()), [&](std::uint64_t block, auto& own) {
     runtime::write_block(body, block, sink, begin.size(), own);
   });
@@ -161,21 +161,21 @@ void Engine::Impl::park(SequenceId id, const runtime::ParkHead& head, runtime::P
   sink.finish();
 }
 
-std::uint64_t Engine::Impl::park(SequenceId id, std::span<std::byte> area, std::string_view model) {
-  const runtime::ParkHead head = park_head(id, model);
+std::uint64_t Engine::Impl::Parking::park(SequenceId id, std::span<std::byte> area, std::string_view model) {
+  const runtime::ParkHead head = head_of(id, model);
   const std::uint64_t bytes = parked_bytes(head);
   if (area.size() < bytes)
     throw Error(Errc::out_of_capacity, "park: the area has " + text(area.size()) + " bytes, and sequence " +
                                            text(id.value) + " takes " + text(bytes) + "; ask Engine::park_bytes");
   runtime::MemorySink sink(area);
-  park(id, head, sink);
+  write(id, head, sink);
   return bytes;
 }
 
-void Engine::Impl::park(SequenceId id, const std::string& file, std::string_view model) {
-  const runtime::ParkHead head = park_head(id, model);
+void Engine::Impl::Parking::park(SequenceId id, const std::string& file, std::string_view model) {
+  const runtime::ParkHead head = head_of(id, model);
   runtime::FileSink sink(file);
-  park(id, head, sink);
+  write(id, head, sink);
 }
 
 }  // namespace sluice

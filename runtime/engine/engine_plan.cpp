@@ -184,7 +184,7 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
     for (std::uint32_t i = 0; i < item.tokens; ++i, ++at) {
       m.slip_tokens[at] = {.list = list,
                            .position = sequence->planned + i,
-                           .tail = tail_row(*sequence, item, sequence->planned + i),
+                           .tail = sequence->tail_row(item, sequence->planned + i, options.prompt_queries),
                            .decoded = item.prefill ? 0u : 1u};
     }
   }
@@ -270,7 +270,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
   }
   for (const auto& [sequence, item] : wanted) {
     if (item.prefill && sequence->tail.slot != kNone)
-      extend_tail(*sequence, item.tokens, bucket.prefills != 0 ? item.tokens : queries);
+      sequence->extend_tail(item.tokens, bucket.prefills != 0 ? item.tokens : queries, options.prompt_queries);
     if (item.prefill) sequence->clusters.forget();
     if (!item.prefill && sequence->leaves_out())
       sequence->names.sparse = std::min(sequence->names.sparse, sequence->planned);

@@ -7,11 +7,6 @@
 
 namespace sluice {
 
-void Engine::Impl::drop_policy(Sequence& sequence) noexcept {
-  if (sequence.policy) sequence.policy->close();
-  sequence.policy.reset();
-}
-
 bool Engine::Impl::learns_on(const Sequence& sequence, std::uint32_t tokens) const noexcept {
   if (sequence.policy_chose == 0 || tokens < std::max(sequence.policy_chose, sequence.policy_tokens)) return false;
   const std::uint32_t page = tokens / options.page_tokens;
@@ -22,25 +17,11 @@ bool Engine::Impl::learns_on(const Sequence& sequence, std::uint32_t tokens) con
 
 void Engine::Impl::take_back_choices(Sequence& sequence, std::uint32_t tokens) {
   if (tokens == sequence.tokens || !sequence.policy) return;
-  if (learns_on(sequence, tokens)) return end_policy_at(sequence, tokens);
+  if (learns_on(sequence, tokens)) return sequence.end_policy_at(tokens);
   const auto rest = runtime::SequencePolicy::rest(sequence.policy, options.timeout);
   sequence.policy->learn_all(good);  // How far it goes back must not depend on whether a thread has had time.
-  shorten_policy(sequence, tokens);
+  sequence.shorten_policy(tokens);
   sequence.policy_chose = std::min(sequence.policy_chose, tokens);
-}
-
-void Engine::Impl::shorten_policy(Sequence& sequence, std::uint32_t tokens) noexcept {
-  if (!sequence.policy) return;
-  if (tokens < sequence.policy_tokens || !sequence.policy->can_truncate(tokens)) return drop_policy(sequence);
-  sequence.policy->truncate(tokens);
-  end_policy_at(sequence, tokens);
-}
-
-void Engine::Impl::end_policy_at(Sequence& sequence, std::uint32_t tokens) noexcept {
-  if (tokens > sequence.policy_end) return;
-  sequence.policy_end = tokens;
-  // Prompts behind what it has chosen for are no more.
-  sequence.prompt_end = std::min(sequence.prompt_end, sequence.policy_tokens);
 }
 
 void Engine::Impl::learn_before_sharing(const Sequence& parent, std::uint32_t tokens) {
@@ -72,21 +53,6 @@ void Engine::Impl::copy_tail(const Sequence& from, Sequence& to) noexcept {
   }
   to.tail.begin = from.tail.begin;
   to.tail.end = std::min(from.tail.end, to.tokens);
-}
-
-void Engine::Impl::extend_tail(Sequence& sequence, std::uint32_t count, std::uint32_t queries) noexcept {
-  Sequence::Tail& tail = sequence.tail;
-  if (tail.end != sequence.planned || tail.begin > tail.end) tail.begin = sequence.planned;
-  tail.end = sequence.planned + count;
-  if (queries < count) tail.begin = tail.end - queries;
-  tail.begin = std::max(tail.begin, tail.end - std::min(tail.end, options.prompt_queries));
-}
-
-std::uint32_t Engine::Impl::tail_row(const Sequence& sequence, const PlanItem& item,
-                                     std::uint32_t token) const noexcept {
-  const std::uint32_t end = sequence.planned + item.tokens;
-  if (!item.prefill || sequence.tail.slot == kNone || token + options.prompt_queries < end) return kNone;
-  return sequence.tail.slot * options.prompt_queries + token % options.prompt_queries;
 }
 
 bool Engine::Impl::outdated(SequenceId id, const Sequence& sequence) const noexcept {

@@ -8,6 +8,15 @@
 #include "scheduler/plan/forward_rows.hpp"
 
 namespace sluice {
+namespace {
+
+/// Pages of a prompt that a sequence may begin with.
+std::uint32_t shareable(const PolicySpec& policy, std::size_t prompt_tokens, std::uint32_t page_tokens) noexcept {
+  const std::size_t kept = std::max(scheduler::prompt_queries(policy), 1u);
+  return prompt_tokens <= kept ? 0 : static_cast<std::uint32_t>((prompt_tokens - kept) / page_tokens);
+}
+
+}  // namespace
 
 runtime::PrefixCache& Engine::Impl::prefix_cache() {
   if (prefixes) return *prefixes;
@@ -25,33 +34,20 @@ std::span<const std::int32_t> Engine::Impl::page_ids(std::span<const std::int32_
   return ids.subspan(std::size_t{page} * options.page_tokens, options.page_tokens);
 }
 
-std::uint32_t Engine::Impl::shareable(const PolicySpec& policy, std::span<const std::int32_t> prompt) const noexcept {
-  const std::size_t kept = std::max(scheduler::prompt_queries(policy), 1u);
-  return prompt.size() <= kept ? 0 : static_cast<std::uint32_t>((prompt.size() - kept) / options.page_tokens);
-}
-
-template <class Visit>
-void Engine::Impl::for_each_known(const PolicySpec& policy, std::span<const std::int32_t> prompt, std::uint64_t salt,
-                                  const Visit& visit) const {
-  runtime::PrefixPlace place{.salt = salt};
-  for (const std::uint32_t most = shareable(policy, prompt); place.pages < most;) {
-    const runtime::PrefixPlace next = prefixes->next(place, page_ids(prompt, place.pages));
-    if (next.pages == place.pages) return;
-    place = next;
-    visit(place);
-  }
-}
-
 std::uint32_t Engine::Impl::known_pages(const PolicySpec& policy, std::span<const std::int32_t> prompt,
                                         std::uint64_t salt) const noexcept {
   std::uint32_t pages = 0;
   std::uint32_t whole = 0;  // Of the newest, in a row, those that layers with windows have, too.
   const scheduler::LayerStacks& layers = memory.stacks();
-  for_each_known(policy, prompt, salt, [&](const runtime::PrefixPlace& place) {
+  const std::uint32_t most = shareable(policy, prompt.size(), options.page_tokens);
+  for (runtime::PrefixPlace place{.salt = salt}; place.pages < most;) {
+    const runtime::PrefixPlace next = prefixes->next(place, page_ids(prompt, place.pages));
+    if (next.pages == place.pages) break;  // It is not known.
+    place = next;
     whole = prefixes->has_others(place.block) ? whole + 1 : 0;
     const std::uint32_t needed = place.pages - layers.passed_pages(place.pages * options.page_tokens);
     if (!layers.windowed() || whole >= needed) pages = place.pages;
-  });
+  }
   return pages;
 }
 

@@ -4,9 +4,8 @@
 #include <utility>
 
 #include "runtime/engine/engine_options.hpp"
-#include "runtime/engine/impl.hpp"
+#include "runtime/engine/parking.hpp"
 #include "runtime/park/park_blocks.hpp"
-#include "runtime/park/park_head.hpp"
 
 namespace sluice {
 namespace {
@@ -63,13 +62,13 @@ std::uint64_t body_begin(const runtime::ParkSource& source, const runtime::ParkH
 
 }  // namespace
 
-void Engine::Impl::let_go(std::vector<std::uint32_t>& blocks) noexcept {
-  for (const std::uint32_t block : blocks) table.release(block);
+void Engine::Impl::Parking::let_go(std::vector<std::uint32_t>& blocks) noexcept {
+  for (const std::uint32_t block : blocks) engine_.table.release(block);
   blocks.clear();
 }
 
-void Engine::Impl::release_late() noexcept {
-  std::erase_if(late_side_data, [&](LateSideData& late) {
+void Engine::Impl::Parking::release_late() noexcept {
+  std::erase_if(late_side_data_, [&](LateSideData& late) {
     if (!late.made->idle()) return false;
     let_go(late.blocks);
     let_go(late.copies);
@@ -77,47 +76,47 @@ void Engine::Impl::release_late() noexcept {
   });
 }
 
-std::vector<std::uint32_t> Engine::Impl::give_up(Sequence& sequence) noexcept {
-  for (runtime::PageList& list : sequence.lists) list.give_up(given_up);
-  return std::exchange(given_up, {});
+std::vector<std::uint32_t> Engine::Impl::Parking::give_up(Sequence& sequence) noexcept {
+  for (runtime::PageList& list : sequence.lists) list.give_up(given_up_);
+  return std::exchange(given_up_, {});
 }
 
-SequenceId Engine::Impl::resume(runtime::ParkSource& source, std::string_view model) {
+SequenceId Engine::Impl::Parking::resume(runtime::ParkSource& source, std::string_view model) {
   release_late();
   const runtime::ParkHead head = runtime::read_head(source);
-  require_alike(head, options, model);
-  const PolicySpec spec = parked_policy(head, options);
-  if (const std::uint32_t most = memory.largest().largest.max_tokens; head.tokens > most)
+  require_alike(head, engine_.options, model);
+  const PolicySpec spec = parked_policy(head, engine_.options);
+  if (const std::uint32_t most = engine_.memory.largest().largest.max_tokens; head.tokens > most)
     throw Error(Errc::out_of_capacity, "resume: the sequence has " + text(head.tokens) +
                                            " tokens, and a sequence may have " + text(most) +
                                            "; raise largest.max_tokens and host_bytes");
-  const scheduler::LayerStacks& stacks = memory.stacks();
-  const std::uint64_t pages = std::uint64_t{stacks.count()} * pages_of(head.tokens) -
-                              std::uint64_t{stacks.windowed_stacks()} * (head.passed / options.page_tokens);
-  if (const std::uint32_t left = table.free() + table.idle(); pages > left)
+  const scheduler::LayerStacks& stacks = engine_.memory.stacks();
+  const std::uint64_t pages = std::uint64_t{stacks.count()} * engine_.pages_of(head.tokens) -
+                              std::uint64_t{stacks.windowed_stacks()} * (head.passed / engine_.options.page_tokens);
+  if (const std::uint32_t left = engine_.table.free() + engine_.table.idle(); pages > left)
     throw Error(Errc::out_of_capacity, "resume: the host pool has " + text(left) + " blocks of " +
-                                           text(options.page_tokens) + " tokens left, and " + text(pages) +
+                                           text(engine_.options.page_tokens) + " tokens left, and " + text(pages) +
                                            " are needed; end sequences or raise host_bytes");
   // What is cached gives way, but not to what is damaged.
-  if (pages > table.free()) require_whole(source, head);
-  const SequenceId id = add(spec, head.tokens);
+  if (pages > engine_.table.free()) require_whole(source, head);
+  const SequenceId id = engine_.add(spec, head.tokens);
   try {
-    load(source, head, at(id));
+    load(source, head, engine_.at(id));
   } catch (...) {
     // The next one gets a stream of its own. A thread that is lost goes on using what it has.
-    if (side_data && !device->lost()) {
-      if (!side_data->idle())
-        late_side_data.push_back({std::move(side_data), give_up(at(id)), std::exchange(side_copies, {})});
-      side_data.reset();
+    if (side_data_ && !engine_.device->lost()) {
+      if (!side_data_->idle())
+        late_side_data_.push_back({std::move(side_data_), give_up(engine_.at(id)), std::exchange(side_copies_, {})});
+      side_data_.reset();
     }
-    let_go(side_copies);
-    remove(id);
+    let_go(side_copies_);
+    engine_.remove(id);
     throw;
   }
   return id;
 }
 
-void Engine::Impl::require_whole(runtime::ParkSource& source, const runtime::ParkHead& head) {
+void Engine::Impl::Parking::require_whole(runtime::ParkSource& source, const runtime::ParkHead& head) {
   runtime::ParkBody nowhere;
   nowhere.add({.rows = head.body_bytes()});
   const std::uint64_t from = body_begin(source, head);
@@ -127,38 +126,40 @@ void Engine::Impl::require_whole(runtime::ParkSource& source, const runtime::Par
   await_blocks(*job, "resume");
 }
 
-void Engine::Impl::load(runtime::ParkSource& source, const runtime::ParkHead& head, Sequence& sequence) {
-  if (!side_data) {
-    late_side_data.reserve(late_side_data.size() + 1);  // Where one is late nothing else may fail.
-    side_data = std::make_unique<runtime::SideData>(memory.largest(), *device, options.timeout);
+void Engine::Impl::Parking::load(runtime::ParkSource& source, const runtime::ParkHead& head, Sequence& sequence) {
+  if (!side_data_) {
+    late_side_data_.reserve(late_side_data_.size() + 1);  // Where one is late nothing else may fail.
+    side_data_ =
+        std::make_unique<runtime::SideData>(engine_.memory.largest(), *engine_.device, engine_.options.timeout);
   }
-  given_up.reserve(std::size_t{memory.stacks().count()} * pages_of(head.tokens));  // Likewise.
+  given_up_.reserve(std::size_t{engine_.memory.stacks().count()} * engine_.pages_of(head.tokens));  // Likewise.
   finish_copies();
-  std::vector<std::int32_t> ids(std::min(head.names, memory.largest().largest.max_tokens));
+  std::vector<std::int32_t> ids(std::min(head.names, engine_.memory.largest().largest.max_tokens));
   Sequence::Tail& tail = sequence.tail;
   tail.end = head.tail_end;
-  tail.begin = tail.slot == kNone ? tail.end : tail.end - std::min(tail.end - head.tail_begin, options.prompt_queries);
+  tail.begin =
+      tail.slot == kNone ? tail.end : tail.end - std::min(tail.end - head.tail_begin, engine_.options.prompt_queries);
   sequence.tokens = sequence.planned = head.tokens;
   sequence.first_kept = head.passed;
-  for (std::uint32_t stack = 0; stack < memory.stacks().count(); ++stack) {
+  for (std::uint32_t stack = 0; stack < engine_.memory.stacks().count(); ++stack) {
     runtime::PageList& list = sequence.lists[stack];
-    if (memory.stacks().windowed(stack)) list.skip(head.passed / options.page_tokens);
-    while (list.pages() < pages_of(head.tokens)) list.push(take_block());
+    if (engine_.memory.stacks().windowed(stack)) list.skip(head.passed / engine_.options.page_tokens);
+    while (list.pages() < engine_.pages_of(head.tokens)) list.push(engine_.take_block());
   }
   load_body(source, head, sequence, ids);
-  if (!ids.empty()) (void)prefix_cache();
+  if (!ids.empty()) (void)engine_.prefix_cache();
   // Nothing can fail from here on.
   sequence.prompt_end = head.prompt_end;
   sequence.bets = {.balance = scheduler::PrefillBets(head.balance), .rests = head.rests, .end = head.chunk_end};
-  sequence.names = {.ids = std::move(ids), .known = {.salt = head.salt}, .sparse = first_unlike(head, options)};
-  publish(sequence);
+  sequence.names = {.ids = std::move(ids), .known = {.salt = head.salt}, .sparse = first_unlike(head, engine_.options)};
+  engine_.publish(sequence);
 }
 
-void Engine::Impl::load_body(runtime::ParkSource& source, const runtime::ParkHead& head, Sequence& sequence,
-                             std::span<std::int32_t> names) {
+void Engine::Impl::Parking::load_body(runtime::ParkSource& source, const runtime::ParkHead& head, Sequence& sequence,
+                                      std::span<std::int32_t> names) {
   // Enough for all threads to be busy until the next ones have begun; what the device makes of them takes as long.
   constexpr std::uint64_t kBlocks = 256;
-  const ParkedBody parked = park_body(sequence, head, names);
+  const Body parked = body_of(sequence, head, names);
   const std::uint64_t blocks = runtime::park_blocks(parked.body.bytes());
   const std::uint64_t from = body_begin(source, head);
   const auto begin = [&](std::uint64_t first) -> std::unique_ptr<runtime::BorrowingJob> {
@@ -174,30 +175,31 @@ void Engine::Impl::load_body(runtime::ParkSource& source, const runtime::ParkHea
     await_blocks(*job, "resume");
     for (const std::uint64_t there = (first + kBlocks) * runtime::kParkBlock;
          made < parked.plane_ends.size() && parked.plane_ends[made] <= there; ++made) {
-      const std::uint32_t layer = made / options.shape.kv_heads;
+      const std::uint32_t layer = made / engine_.options.shape.kv_heads;
       // Where there is a window nothing is chosen, and so nothing is made of keys.
-      if (memory.largest().window_in(layer) == 0)
-        side_data->make(memory.largest().plane(layer, made % options.shape.kv_heads), sequence.pages().blocks(),
-                        head.tokens);
+      if (engine_.memory.largest().window_in(layer) == 0)
+        side_data_->make(engine_.memory.largest().plane(layer, made % engine_.options.shape.kv_heads),
+                         sequence.pages().blocks(), head.tokens);
     }
     job = std::move(next);
   }
-  side_data->wait();
+  side_data_->wait();
 }
 
-void Engine::Impl::finish_copies() {
-  if (copies.empty()) return;
-  side_copies.reserve(copies.size());
-  for (const ForwardBlockCopy& copy : copies) {
-    if (!table.in_use(copy.to)) continue;  // The sequence that it was for has ended, and nobody reads it.
-    side_copies.push_back(copy.to);
-    table.hold(copy.to);
+void Engine::Impl::Parking::finish_copies() {
+  if (engine_.copies.empty()) return;
+  side_copies_.reserve(engine_.copies.size());
+  for (const ForwardBlockCopy& copy : engine_.copies) {
+    if (!engine_.table.in_use(copy.to)) continue;  // The sequence that it was for has ended, and nobody reads it.
+    side_copies_.push_back(copy.to);
+    engine_.table.hold(copy.to);
   }
-  const auto tokens = static_cast<std::uint32_t>(side_copies.size() * options.page_tokens);
-  for (std::uint32_t plane = 0; plane < memory.largest().planes(); ++plane) side_data->make(plane, side_copies, tokens);
-  side_data->wait();
-  let_go(side_copies);
-  copies.clear();
+  const auto tokens = static_cast<std::uint32_t>(side_copies_.size() * engine_.options.page_tokens);
+  for (std::uint32_t plane = 0; plane < engine_.memory.largest().planes(); ++plane)
+    side_data_->make(plane, side_copies_, tokens);
+  side_data_->wait();
+  let_go(side_copies_);
+  engine_.copies.clear();
 }
 
 }  // namespace sluice

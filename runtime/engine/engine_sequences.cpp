@@ -138,7 +138,7 @@ void Engine::Impl::end(SequenceId id) {
   drop_look(sequence);
   if (sequence.policy) {
     const auto rest = runtime::SequencePolicy::rest(sequence.policy, options.timeout);
-    drop_policy(sequence);
+    sequence.drop_policy();
   }
   remove(id);
 }

@@ -155,7 +155,7 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
     sequence.tail.end = std::min(sequence.tail.end, sequence.planned);
     give_back(sequence, program, i);
     sequence.clusters.truncate(sequence.planned);
-    shorten_policy(sequence, sequence.planned);
+    sequence.shorten_policy(sequence.planned);
   }
   if (done) {
     settle(program);

@@ -8,7 +8,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -16,10 +15,9 @@
 #include "cpu/machine/topology.hpp"
 #include "cpu/threads/kept.hpp"
 #include "cpu/threads/workers.hpp"
-#include "runtime/background/borrowing_job.hpp"
 #include "runtime/background/job.hpp"
-#include "runtime/background/side_data.hpp"
 #include "runtime/call.hpp"
+#include "runtime/engine/caller_pins.hpp"
 #include "runtime/engine/engine_memory.hpp"
 #include "runtime/engine/programs.hpp"
 #include "runtime/engine/sequence.hpp"
@@ -29,10 +27,6 @@
 #include "runtime/far/mailbox.hpp"
 #include "runtime/kv/block_table.hpp"
 #include "runtime/kv/prefix_cache.hpp"
-#include "runtime/park/park_body.hpp"
-#include "runtime/park/park_head.hpp"
-#include "runtime/park/park_sink.hpp"
-#include "runtime/park/park_source.hpp"
 #include "scheduler/prefill_auto.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
@@ -79,13 +73,6 @@ struct Engine::Impl : cpu::Kept {
   void name_tokens(SequenceId id, std::uint32_t first, std::span<const std::int32_t> ids);
   void preempt(SequenceId id);
   void watch(SequenceId id, std::span<const std::uint32_t> tokens);
-  [[nodiscard]] std::uint64_t park_bytes(SequenceId id, std::string_view model);
-  std::uint64_t park(SequenceId id, std::span<std::byte> area, std::string_view model);
-  void park(SequenceId id, const std::string& file, std::string_view model);
-  [[nodiscard]] SequenceId resume(runtime::ParkSource& source, std::string_view model);
-
-  void pin_caller();
-  void unpin_caller() noexcept;
 
   // Sequences.
   [[nodiscard]] Sequence& at(SequenceId id);
@@ -111,12 +98,6 @@ struct Engine::Impl : cpu::Kept {
   // Prefixes.
   /// The cache, which is there from the first name on.
   runtime::PrefixCache& prefix_cache();
-  /// Pages of a prompt that a sequence may begin with.
-  [[nodiscard]] std::uint32_t shareable(const PolicySpec& policy, std::span<const std::int32_t> prompt) const noexcept;
-  /// Calls `visit` with the place behind each page of the prompt that is known and may be shared, in their order.
-  template <class Visit>
-  void for_each_known(const PolicySpec& policy, std::span<const std::int32_t> prompt, std::uint64_t salt,
-                      const Visit& visit) const;
   /// Pages that a sequence with this prompt can begin with: those that are known, as far as layers with windows have
   /// what is seen behind them.
   [[nodiscard]] std::uint32_t known_pages(const PolicySpec& policy, std::span<const std::int32_t> prompt,
@@ -137,37 +118,6 @@ struct Engine::Impl : cpu::Kept {
   void trim_prefixes() noexcept;
   [[nodiscard]] std::uint64_t names_bytes() const noexcept;
 
-  // Sequences that are parked.
-  [[nodiscard]] runtime::ParkHead park_head(SequenceId id, std::string_view model);
-  void park(SequenceId id, const runtime::ParkHead& head, runtime::ParkSink& sink);
-  /// Gives a sequence that was added all that was parked. If it throws, it may have some of it.
-  void load(runtime::ParkSource& source, const runtime::ParkHead& head, Sequence& sequence);
-  void load_body(runtime::ParkSource& source, const runtime::ParkHead& head, Sequence& sequence,
-                 std::span<std::int32_t> names);
-  /// Reads all of the body.  @throws Error{Errc::corrupt} if it is damaged
-  void require_whole(runtime::ParkSource& source, const runtime::ParkHead& head);
-  struct ParkedBody {
-    runtime::ParkBody body;
-    std::vector<std::uint64_t> plane_ends;  ///< [layers, kv_heads] where what is loaded of one ends
-  };
-  /// Where the body of a sequence lies, or is to, with its first `names` names there.
-  [[nodiscard]] ParkedBody park_body(Sequence& sequence, const runtime::ParkHead& head, std::span<std::int32_t> names);
-  /// Copies a block of a body; with scratch memory of the thread.
-  using BlockWork = std::function<void(std::uint64_t block, std::vector<std::byte>& scratch)>;
-  /// Threads begin to do blocks [first, last).
-  [[nodiscard]] std::unique_ptr<runtime::BorrowingJob> begin_blocks(std::uint64_t first, std::uint64_t last,
-                                                                    BlockWork work);
-  /// @throws Error{Errc::timeout}, or what a block has thrown
-  void await_blocks(runtime::BorrowingJob& job, const char* call);
-  /// What `copies` lists is done without a plan: one that could not be enqueued has left it, and its blocks may be
-  /// free or belong to other sequences meanwhile.
-  void finish_copies();
-  /// Lets go of blocks that a device was late with, once it is through with them.
-  void release_late() noexcept;
-  void let_go(std::vector<std::uint32_t>& blocks) noexcept;
-  /// All blocks of a sequence, which has none then; their reference counts stay as they are.
-  [[nodiscard]] std::vector<std::uint32_t> give_up(Sequence& sequence) noexcept;
-
   // Policies that choose among clusters on the device.
   /// @throws Error{Errc::out_of_capacity} if clusters of as many tokens of a sequence would be too many
   void require_clusters(SequenceId id, const Sequence& sequence, std::uint32_t tokens) const;
@@ -177,12 +127,6 @@ struct Engine::Impl : cpu::Kept {
   void note_clustered(std::span<const Wanted> wanted) noexcept;
 
   // Policies that choose on the CPU.
-  /// While no thread learns.
-  void drop_policy(Sequence& sequence) noexcept;
-  /// The sequence is left with `tokens` tokens: its policy forgets what it has learnt from others, or all if it cannot
-  /// tell. While no thread learns.
-  void shorten_policy(Sequence& sequence, std::uint32_t tokens) noexcept;
-  void end_policy_at(Sequence& sequence, std::uint32_t tokens) noexcept;
   /// Before a sequence that rests is cut: likewise, waiting for threads that learn only if there is something to take
   /// back.  @throws Error{Errc::timeout}
   void take_back_choices(Sequence& sequence, std::uint32_t tokens);
@@ -211,10 +155,6 @@ struct Engine::Impl : cpu::Kept {
   void drop_look(Sequence& sequence) noexcept;
   /// Its policy chooses from now on.  @throws Error{Errc::timeout}
   void end_look(SequenceId id, Sequence& sequence);
-  /// Tokens [planned, planned + count) come, with the queries of the last `queries` of them.
-  void extend_tail(Sequence& sequence, std::uint32_t count, std::uint32_t queries) noexcept;
-  [[nodiscard]] std::uint32_t tail_row(const Sequence& sequence, const PlanItem& item,
-                                       std::uint32_t token) const noexcept;
   [[nodiscard]] std::vector<runtime::ChoosingRow> choosing_rows(const ForwardMemory& memory,
                                                                 std::span<const Wanted> wanted,
                                                                 const runtime::Program& program) const;
@@ -328,15 +268,9 @@ struct Engine::Impl : cpu::Kept {
   std::unique_ptr<runtime::PrefixCache> prefixes;  ///< null as long as nobody has named a token
   std::atomic<const runtime::PrefixCache*> seen_prefixes{nullptr};  ///< the same, for whoever asks for figures
   std::vector<ForwardBlockCopy> copies;  ///< of codes, that the device does not know of yet
-  std::unique_ptr<runtime::SideData> side_data;  ///< null as long as no sequence was resumed
-  /// What a device was too late with, which goes on with what it was given, and the blocks that it is for.
-  struct LateSideData {
-    std::unique_ptr<runtime::SideData> made;
-    std::vector<std::uint32_t> blocks, copies;
-  };
-  std::vector<LateSideData> late_side_data;
-  std::vector<std::uint32_t> given_up;     ///< with room for what is loaded
-  std::vector<std::uint32_t> side_copies;  ///< blocks of others that side_data works for, held as long
+  /// Sequences that leave for files or memory of the caller, and come back: see parking.hpp.
+  class Parking;
+  std::unique_ptr<Parking> parking;
   std::vector<std::uint32_t> free_lists;
   std::vector<std::uint32_t> free_tails;
   std::vector<std::uint32_t> free_clusters;
@@ -358,13 +292,7 @@ struct Engine::Impl : cpu::Kept {
   std::uint64_t importing = 0;   ///< the forward that an import under way is; 0: there is none
   std::uint32_t importing_queries = 0;
 
-  /// A thread that is bound at its own wish.
-  struct PinnedCaller {
-    std::thread::id thread;
-    std::vector<std::uint32_t> before;  ///< PUs that it could run on
-    std::uint32_t pu = kNone;           ///< that it runs on
-  };
-  std::vector<PinnedCaller> pinned_callers;
+  runtime::CallerPins pins;
 
   std::uint64_t ticket = 0;  ///< newest that ForwardVerbs::signal was given
   std::uint64_t heard = 0;   ///< newest question that the calling thread has waited for, Handover::host

@@ -87,6 +87,15 @@ struct Sequence {
   [[nodiscard]] std::uint64_t policy_bytes() const noexcept {
     return (policy ? policy->heap_bytes() : 0) + (look.policy ? look.policy->heap_bytes() : 0);
   }
+  /// Its policy chooses no more. While no thread learns; the same of the next.
+  void drop_policy() noexcept;
+  /// It is left with `left` tokens: its policy forgets what it has learnt from others, or all if it cannot tell.
+  void shorten_policy(std::uint32_t left) noexcept;
+  void end_policy_at(std::uint32_t left) noexcept;
+  /// Tokens [planned, planned + count) come, with the queries of the last `queries` of them. `room`: for queries.
+  void extend_tail(std::uint32_t count, std::uint32_t queries, std::uint32_t room) noexcept;
+  /// Where the queries of a token of this item go; kNone: nowhere.
+  [[nodiscard]] std::uint32_t tail_row(const PlanItem& item, std::uint32_t token, std::uint32_t room) const noexcept;
   /// Whether a token that it decodes does not attend everything.
   [[nodiscard]] bool leaves_out() const noexcept { return sparse_layers != 0 && !spec.uses(Source::all); }
 };

@@ -2,15 +2,13 @@
 // estimated once per KV head, each query head keeps what its budget allows, and what it kept feeds the history. Sources
 // unite freely.
 
-#include <algorithm>
-#include <cmath>
 #include <memory>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "scheduler/plan/forward_rows.hpp"
 #include "scheduler/policy/budget.hpp"
+#include "scheduler/policy/history_upkeep.hpp"
 #include "scheduler/policy/policies.hpp"
 #include "scheduler/policy/proposer.hpp"
 
@@ -39,8 +37,8 @@ class SparsePolicy final : public LayerPolicy {
       : spec_(spec),
         budget_(spec, row_shape(shape, page_tokens)),
         proposer_(spec, shape.group(), page_tokens, budget_.first()),
+        upkeep_(spec, shape.group(), layer),
         group_(shape.group()),
-        layer_(layer.value),
         heads_(shape.kv_heads) {
     const auto shared = spec.uses(Source::snapshot) ? std::make_shared<SharedBudget>(shape.kv_heads) : nullptr;
     for (SparseHead& head : heads_) {
@@ -113,7 +111,7 @@ class SparsePolicy final : public LayerPolicy {
   void observe(std::uint32_t kv_head, KvReader& kv) override {
     SparseHead& head = heads_[kv_head];
     if (head.clusters) head.clusters->cluster_new(head.visible, kv);
-    if (head.history) learn(head);
+    if (head.history) upkeep_.learn(head);
     head.scored.release();
   }
 
@@ -149,14 +147,13 @@ class SparsePolicy final : public LayerPolicy {
   Step begin_step(std::uint32_t tokens, SparseHead& head) const {
     head.scored.clear();
     head.observing = 0;
-    if (head.history) head.history->catch_up(head.visible);
-    if (head.history && tokens != head.visible) keep_notes(head);
+    if (head.history) HistoryUpkeep::end_step(head, tokens);
     head.heavy.clear();
     head.visible = tokens;
     head.steps.add(tokens);
     const std::uint32_t sinks = spec_.near.sink_tokens;
     if (tokens <= sinks) return {};
-    if (head.history) recall(tokens, head);
+    if (head.history) upkeep_.recall(tokens, head);
 
     // A budget that holds everything, or a history that tells nothing: attend all, and learn from it. If far tokens
     // have a budget that does not allow it, all are candidates.
@@ -165,7 +162,7 @@ class SparsePolicy final : public LayerPolicy {
     const bool dense = (budget_.holds(candidates, tokens) && !evicts()) || (blank && budget_.fits(candidates, tokens));
     head.whole = dense || blank || spec_.uses(Source::exact);
     // A context attended for want of history is always learnt from.
-    head.observes = head.history && (dense || blank || turn_came(head));
+    head.observes = head.history && (dense || blank || upkeep_.turn_came(head));
     return {.seen = true, .dense = dense, .blank = blank};
   }
 
@@ -173,63 +170,6 @@ class SparsePolicy final : public LayerPolicy {
 
   /// What was not kept of a prompt is not attended, however short that is.
   [[nodiscard]] bool evicts() const noexcept { return spec_.uses(Source::snapshot) && !spec_.uses(Source::exact); }
-
-  /// Every so many tokens, counting tokens, so that a repeated step gets its turn again, and steps that took several
-  /// do not miss it.
-  [[nodiscard]] bool turn_came(const SparseHead& head) const noexcept {
-    const std::uint32_t step = head.steps.newest();
-    const std::uint32_t before = head.steps.before() == 0 ? step - 1 : head.steps.before();
-    return (step + layer_) / spec_.history.observe_every != (before + layer_) / spec_.history.observe_every;
-  }
-
-  void learn(SparseHead& head) const {
-    head.history->begin_lesson();  // Also if it is to learn nothing: a forecast comes next.
-    for (std::uint32_t h = 0; h < group_ && head.observes; ++h) {
-      if (((head.observing >> h) & 1) == 0) continue;
-      const ScoredSet::Observed seen = head.scored.observed(h, group_);
-      head.history->observe(h, seen.tokens, seen.scores);
-    }
-    head.history->end_lesson();
-    head.observing = 0;
-  }
-
-  /// The candidates for this step: forecast in the background or, if nothing was observed since, carried on.
-  void recall(std::uint32_t tokens, SparseHead& head) const {
-    head.followed = spec_.history.observe_every != 1 && head.history->can_follow(tokens);
-    if (head.followed) {
-      head.history->follow(tokens);
-    } else {
-      head.history->forecast(tokens);
-    }
-  }
-
-  /// Between two observations only what is heavy is remembered: a token that holds this share of what its head
-  /// attended. At most as many per head as the share's inverse.
-  static constexpr float kHeavy = 1.f / 32.f;
-
-  [[nodiscard]] bool notes(const SparseHead& head) const noexcept {
-    return head.history && spec_.history.observe_every != 1 && !head.observes;
-  }
-
-  void find_heavy(SparseHead& head, std::span<const std::uint32_t> tokens, std::span<const float> scores,
-                  std::span<const float> lse) const {
-    head.heavy.clear();
-    const float log_share = std::log(kHeavy);
-    for (std::size_t i = 0; i < tokens.size(); ++i) {
-      if (tokens[i] < spec_.near.sink_tokens) continue;  // Weighed by top-p; in no table.
-      bool heavy = false;
-      for (std::uint32_t h = 0; h < group_; ++h) heavy |= scores[i * group_ + h] > lse[h] + log_share;
-      if (heavy) head.heavy.push_back(tokens[i]);
-    }
-  }
-
-  /// Remembers what was heavy, once its step is over: one that is repeated must find what it found before. A forecast
-  /// since then knows better.
-  static void keep_notes(SparseHead& head) {
-    if (head.history->tokens() != head.visible) return;
-    for (const std::uint32_t token : head.heavy) head.history->note(token);
-    head.heavy.clear();
-  }
 
   void select_dense(const HeadContext& context, SparseHead& head, SelectionRow& row, SelectCounters& counters) {
     add_far_runs(*context.near, context.tokens, row);
@@ -268,9 +208,7 @@ class SparsePolicy final : public LayerPolicy {
       budget_.score(context, group_, head.scored, counters);
     }
     budget_.choose(context, group_, head.scored);
-    if (notes(head) && !budget_.estimates()) {
-      find_heavy(head, head.scored.tokens(), head.scored.scores(), head.scored.log_sums(group_, head.lse));
-    }
+    if (head.history && !budget_.estimates()) upkeep_.find_heavy(head);
     const bool united = proposer_.shares() || budget_.unites();
     head.scored.emit(group_, united ? Membership::united : Membership::own, row);
   }
@@ -306,8 +244,8 @@ class SparsePolicy final : public LayerPolicy {
   PolicySpec spec_;
   Budget budget_;
   Proposer proposer_;
+  HistoryUpkeep upkeep_;
   std::uint32_t group_;
-  std::uint32_t layer_;
   std::vector<SparseHead> heads_;  ///< [kv_heads]
 };
 

@@ -45,6 +45,39 @@ TEST_CASE("every variant weighs like exp", "[cpu][kernels]") {
   }
 }
 
+TEST_CASE("every variant weighs ties, infinities and rows of any length", "[cpu][kernels]") {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  const std::vector<float> values = {3.f, -kInfinity, 2.5f, kNan, 3.f, -84.f, -85.f, -3'000.f, -kLargest, 0.f, -0.f};
+  const float top = GENERATE_COPY(3.f, kLargest, kInfinity, -kInfinity);
+  CAPTURE(top);
+  for (const cpu::Kernels* kernels : cpu::available_kernels()) {
+    CAPTURE(kernels->name);
+    kernels->weigh(nullptr, 0, top, nullptr);
+    for (std::size_t count = 1; count <= 70; ++count) {
+      CAPTURE(count);
+      std::vector<float> x;
+      for (std::size_t i = 0; i < count; ++i) {
+        const float value = (i + count) % 12 == 11 ? top : values[(i + count) % 12];
+        x.push_back(value > top ? top : value);
+      }
+      std::vector<float> out(count + 1, 1234.f);
+      kernels->weigh(x.data(), count, top, out.data());
+      REQUIRE(out.back() == 1234.f);
+      for (std::size_t i = 0; i < count; ++i) {
+        CAPTURE(i, x[i], out[i]);
+        if (std::isnan(x[i])) {
+          REQUIRE(std::isnan(out[i]));
+          continue;
+        }
+        const double expected = x[i] == top ? 1.0 : std::exp(static_cast<double>(x[i]) - static_cast<double>(top));
+        REQUIRE(std::abs(static_cast<double>(out[i]) - expected) <= 4e-7 * expected + 1e-37);
+      }
+    }
+  }
+}
+
 TEST_CASE("every variant adds up exponentials, and leaves out what is no number", "[cpu][kernels]") {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   constexpr float kInfinity = std::numeric_limits<float>::infinity();

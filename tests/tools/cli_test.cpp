@@ -137,6 +137,17 @@ TEST_CASE("bench cpu bypasses heads whose sinks hold nearly all, and counts only
   CHECK(rows[2].at("coverage_mean") < rows[1].at("coverage_mean"));
 }
 
+TEST_CASE("bench cpu measures policies that keep a share of the mass", "[cli]") {
+  const Outcome outcome = sluice::test::sluice(
+      "bench cpu --shape testbed --length 2K --steps 2 --threads 1 --sections attention "
+      "--policies 'exact | int4 | top_p=0.9 | near=0;history | top_p=0.9 | near=0' -o json");
+  CAPTURE(outcome.err);
+  REQUIRE(outcome.code == 0);
+  const json rows = report_of(outcome.out, "bench cpu").at("results").at("attention");
+  REQUIRE(rows.size() == 3);
+  for (std::size_t i = 1; i < rows.size(); ++i) CHECK(rows[i].at("attended_share") < 1.0);
+}
+
 TEST_CASE("bench cpu checks itself and reports phases and ratios", "[cli]") {
   const Outcome outcome = sluice::test::sluice(
       "bench cpu --shape testbed --length 2K,4K --steps 3 --threads 1 --sections attention -o json");

@@ -222,6 +222,7 @@ void launch_cluster(const TaskArray<ClusterItem>& items, const ClusterExtent& ex
   for (std::uint32_t iteration = 0; iteration < extent.iterations; ++iteration) {
     with_kernel(shape, [&](auto* kernel) { kernel<<<grid, kThreads, 0, stream>>>(items, iteration); });
     check(cudaGetLastError(), "launch the kernel that finds the nearest centroids");
+    launch_cluster_sort(items, extent, iteration, stream);
     launch_cluster_update(items, extent, shape, iteration, stream);
   }
   launch_cluster_end(items, extent, shape, stream);
@@ -235,6 +236,7 @@ void load_cluster_kernels() {
       });
     }
   }
+  load_cluster_sort_kernels();
   load_cluster_update_kernels();
 }
 

@@ -66,13 +66,17 @@ void launch_cluster(const TaskArray<ClusterItem>& items, const ClusterExtent& ex
                     cudaStream_t stream);
 void load_cluster_kernels();
 
-/// The parts of `launch_cluster`, in cluster.cu and cluster_update.cu.
+/// The parts of `launch_cluster` in cluster_update.cu and cluster_sort.cu.
 void launch_cluster_begin(const TaskArray<ClusterItem>& items, const ClusterExtent& extent, const ClusterShape& shape,
                           cudaStream_t stream);
+/// Lists the keys of every cluster, if any changed hands in this iteration.
+void launch_cluster_sort(const TaskArray<ClusterItem>& items, const ClusterExtent& extent, std::uint32_t iteration,
+                         cudaStream_t stream);
 void launch_cluster_update(const TaskArray<ClusterItem>& items, const ClusterExtent& extent, const ClusterShape& shape,
                            std::uint32_t iteration, cudaStream_t stream);
 void launch_cluster_end(const TaskArray<ClusterItem>& items, const ClusterExtent& extent, const ClusterShape& shape,
                         cudaStream_t stream);
+void load_cluster_sort_kernels();
 void load_cluster_update_kernels();
 
 }  // namespace sluice::gpu

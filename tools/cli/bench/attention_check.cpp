@@ -73,6 +73,8 @@ void check_whole_budget(const LayerBatch& batch, BenchMachine& machine, PolicySp
   for (const SyntheticLayer* each : batch) {
     spec.budget.min_tokens = std::max(spec.budget.min_tokens, each->options().tokens + each->options().steps);
   }
+  // By a share of the mass a history's candidates are never all.
+  if (spec.budget.kind == BudgetKind::top_p) spec.budget.kind = BudgetKind::top_k;
   spec.bypass_threshold = 0.f;
   PolicyLayer whole(spec, batch, machine.backend, machine.workers);
   whole.begin();
