@@ -206,3 +206,32 @@ TEST_CASE("plan: memory by component is that of the engine, and of its policy") 
     REQUIRE((share("policies_share") > 0.0) == (i == 2));
   }
 }
+
+TEST_CASE("plan: what lies near is what was measured of the policy, no more than there is room for, or what is asked") {
+  Planner planner;
+  const auto hits = [&](const std::string& flags) {
+    const json row = planner.rows(flags)[0];
+    return std::pair{row.at("near_hits").get<double>(), row.at("near_hits_from").get<std::string>()};
+  };
+  using Hits = std::pair<double, std::string>;
+  CHECK(hits("--policies sluice --length 32K") == Hits{0.97, "measured"});
+  CHECK(hits("--policies 'sluice | top_k=1%' --length 32K") == Hits{0.97, "measured"});
+  CHECK(hits("--policies 'exact | int4 | top_k=64' --length 32K") == Hits{0.97, "measured"});
+  CHECK(hits("--policies quest --length 64K") == Hits{0.96, "measured"});
+  CHECK(hits("--policies twilight --length 64K --attended 1%") == Hits{0.98, "measured"});
+  CHECK(hits("--policies 'tactic | int4' --length 32K --attended 2%") == Hits{0.5, "guess"});
+  CHECK(hits("--policies sluice --length 32K --near-hits 10%") == Hits{0.1, "given"});
+  CHECK(hits("--policies sluice --length 32K --placements near --near-hits 10%") == Hits{1.0, "all near"});
+  // 1,024 tokens of 16-token pages for each of four heads, of which about 55% are apart, and 5% of 8,192 tokens near.
+  const Hits quest = hits("--policies quest --length 8K --near 5%");
+  CHECK(quest.second == "room");
+  CHECK(quest.first == Approx(0.05 * 8192 / (0.55 * 4096)).epsilon(0.02));
+  const Hits window = hits("--policies streaming --length 8K --near 5%");
+  CHECK(window.second == "room");
+  CHECK(window.first == Approx(0.05 * 8192 / 1024).epsilon(0.01));
+  CHECK(hits("--policies streaming --length 64K").first == 1.0);
+  CHECK(hits("--policies full --length 32K --near 10%").first == Approx(0.1));
+  // The CPU attends what it chooses where it is, and the device what it fetches.
+  CHECK(hits("--policies lfps --length 32K --near-hits 90%") == Hits{0.0, "in place"});
+  CHECK(hits("--policies lfps --length 32K --placements stream --near 10%") == Hits{0.8, "measured"});
+}

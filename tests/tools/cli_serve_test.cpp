@@ -28,6 +28,7 @@ TEST_CASE("bench serve gives every request its tokens, under every policy and ra
   CHECK(report.at("command") == "bench serve");
   CHECK(report.at("config").at("device") == "host");
   CHECK(report.at("config").at("rates") == json({0.0, 200.0}));
+  CHECK(report.at("config").at("graphs") == "auto");
   const json rows = report.at("results").at("serve");
   REQUIRE(rows.size() == 6);
   for (const json& row : rows) {
@@ -40,6 +41,8 @@ TEST_CASE("bench serve gives every request its tokens, under every policy and ra
     CHECK(row.at("computed_prompt_tokens") == row.at("prompt_tokens"));
     for (const char* const time : {"seconds", "answer_tokens_per_s", "ttft_p50_ms", "tbt_p50_ms"})
       CHECK(row.at(time) > 0.0);
+    CHECK(row.at("forwards") > 0);
+    CHECK(row.at("replayed_forwards") == 0);  // Forwards of a CPU are no graphs, and nothing is said about it.
     CHECK(row.at("ttft_p99_ms") >= row.at("ttft_p50_ms"));
     CHECK(row.at("tbt_p99_ms") >= row.at("tbt_p50_ms"));
   }
@@ -218,6 +221,9 @@ TEST_CASE("bench serve refuses what it cannot serve, by name", "[cli]") {
                         {"--kv-size 4K --policies dense", "--kv-size 4K", 1},
                         {"--kv-size 4K --policies sluice", "--kv-size 4K", 1},
                         {"--bisect", "--tbt-limit"},
+                        {"--graphs on", "graphs are asked for, and this runs on the CPU", 3},
+                        {"--graphs on --random-weights tiny", "graphs are asked for, and this runs on the CPU", 3},
+                        {"--graphs often", "--graphs"},
                         {"--bisect --tbt-limit 1 --rates 0,1", "--rates"},
                         {"--structure none", "none"},
                         {"--random-weights tiny --model x", "--model"},

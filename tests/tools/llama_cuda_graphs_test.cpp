@@ -94,6 +94,33 @@ TEST_CASE("the golden tokens come out of graphs, all but the first decoded one, 
   CHECK(runner->replays() < decodes);
 }
 
+TEST_CASE("forwards of as many rows that attend otherwise have graphs of their own", "[llama][gpu][graphs]") {
+  const auto stream = test::gpu()->create_stream("test");
+  Activations work;
+  work.stream = stream.get();
+  std::uint32_t layers = 0;
+  const auto attend = [&](const AttentionCall&) { ++layers; };
+  // How many layers were enqueued, or captured.
+  const auto decode = [&](std::uint32_t variant) {
+    const PlacedToken token{.token = 1, .position = 0};
+    Likeliest best;
+    work.variant = variant;
+    layers = 0;
+    testbed_model().decode({&token, 1}, attend, work, Launch::graph);
+    testbed_model().likeliest(work, {&best, 1});
+    return layers;
+  };
+  const std::uint32_t all = testbed_model().config().num_hidden_layers;
+  for (const std::uint32_t variant : {0u, 512u}) {
+    CAPTURE(variant);
+    CHECK(decode(variant) == all);
+    CHECK(decode(variant) == all);  // Captured, and replayed from now on.
+    CHECK(decode(variant) == 0);
+  }
+  CHECK(decode(0) == 0);
+  CHECK(work.replays == 5);
+}
+
 TEST_CASE("two sessions that share graphs take turns, and keep their logits", "[llama][gpu][graphs]") {
   const auto cases = golden_cases();
   sluice::Engine engine(options_of(2), test::gpu());

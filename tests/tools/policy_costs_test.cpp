@@ -91,6 +91,71 @@ TEST_CASE("where nothing is chosen, all beside the merge is attention", "[plan]"
   REQUIRE_FALSE(costs.stages[at(Stage::rank)]);
 }
 
+TEST_CASE("where nothing is chosen, what the device does beside the CPU's answer is told by its wait", "[plan]") {
+  // 11 us before the question, 7 us behind it.
+  const LaneRates rates = default_rates();
+  const auto timed = [&](double answer, double far) {
+    CaseTimes times = pages(0.0, 0.0, far);
+    times.ran[at(Stage::rank)] = false;
+    put(times, Stage::split, 15.0, 10.0);
+    put(times, Stage::attend, 3.0, 1'000.0);
+    times.answer_us = answer;
+    if (far > 0.0) times.waited_us = answer + rates.hand_over_us - 7.0;
+    times.layer_us = 30.0 + times.waited_us;
+    return times;
+  };
+  PolicyCases cases{.policy = "streaming"};
+  cases.alone = {timed(0.0, 0.0), timed(9.0, 1'000.0), timed(90.0, 8'000.0)};
+  const PolicyCosts costs = policy_costs(cases, rates);
+  REQUIRE(costs.stages[at(Stage::split)]->fixed_us == Approx(11.0));
+  REQUIRE(us_of(*costs.stages[at(Stage::attend)], 1'000.0, 1.0) == Approx(7.0));
+  // A wait is for the answer beyond these 7 us, so that a short answer costs nothing.
+  std::vector<WorkItem> layer{
+      {.stage = Stage::split, .lane = Lane::device, .rows = 1, .read = 10},
+      {.stage = Stage::attend_far, .lane = Lane::cpu, .rows = 1, .read = 1'000, .after = {0}},
+      {.stage = Stage::attend, .lane = Lane::device, .rows = 1, .read = 1'000, .after = {0}},
+  };
+  const auto times = scheduler::estimate(layer, rates_for(parse_policy("streaming"), {&costs, 1}, rates));
+  REQUIRE(times[1].begin_us == Approx(11.0).margin(0.05));
+  REQUIRE(times[2].end_us == Approx(18.0).margin(0.05));
+}
+
+TEST_CASE("a policy whose attention was told with its list does not take the default's list as well", "[plan]") {
+  PolicyCosts costs{.policy = "streaming"};
+  costs.stages[at(Stage::attend)] = StageCost{.fixed_us = 18.0};
+  LaneRates rates = default_rates();
+  rates.batch_rows = 4;
+  rates.batch_stage(Stage::split) = {.fixed_us = 30.0};
+  const LaneRates found = rates_for(parse_policy("streaming"), {&costs, 1}, rates);
+  REQUIRE(found.stages[at(Stage::split)] == StageCost{});
+  REQUIRE_FALSE(found.batch[at(Stage::split)]);
+  REQUIRE(found.stages[at(Stage::merge)] == rates.stages[at(Stage::merge)]);
+}
+
+TEST_CASE("policies of the CPU: where attending at the default's rate is longer than the answer, it is the answer",
+          "[plan]") {
+  const LaneRates rates = default_rates();
+  constexpr StageCost kAnswer{.fixed_us = 20.0, .share = 0.7};  // The default's share is 0.5.
+  PolicyCases cases{.policy = "tactic"};
+  for (const double far : {9e3, 40e3}) {
+    CaseTimes times{.scored_bytes = 0.1 * far};
+    times.far_bytes = far;
+    times.answer_us = us_of(kAnswer, far, 0.1) - rates.hand_over_us;
+    cases.alone.push_back(times);
+  }
+  PolicyCosts costs = policy_costs(cases, rates);
+  require(costs.stages[at(Stage::attend_far)], kAnswer);
+  REQUIRE(us_of(*costs.stages[at(Stage::choose_far)], 4e3, 0.1) < 0.1);
+  // One of them that is longer leaves it to the default, as do lists that its rate leaves time for: these say what
+  // choosing takes.
+  cases.alone.back().answer_us += 900.0;
+  REQUIRE_FALSE(policy_costs(cases, rates).stages[at(Stage::attend_far)]);
+  cases.alone.front().answer_us += 900.0;
+  costs = policy_costs(cases, rates);
+  REQUIRE_FALSE(costs.stages[at(Stage::attend_far)]);
+  REQUIRE(costs.stages[at(Stage::choose_far)]->fixed_us > 500.0);
+}
+
 TEST_CASE("policies of the CPU: what choosing takes by what streams, and attending by what is left", "[plan]") {
   constexpr StageCost kChoose{.fixed_us = 40.0, .share = 0.3}, kAttend{.fixed_us = 10.0, .share = 2.0};
   constexpr StageCost kTogether{.fixed_us = 20.0, .share = 0.6};

@@ -117,12 +117,12 @@ TEST_CASE("rows of a forward are those of their sequences' positions", "[serve]"
   const auto stream = device.create_stream("test");
   ServeRows rows(device, shape, PromptStructure::vertical_slash, 9, 200, 90);
   const std::vector<RowSpan> spans{{.first = 199, .count = 1}, {.first = 0, .count = 1}, {.first = 60, .count = 80}};
-  rows.put(std::vector<RowSpan>{{.first = 3, .count = 90}}, *stream);  // Which the next forward replaces.
-  rows.put(spans, *stream);
+  rows.put(std::vector<RowSpan>{{.first = 3, .count = 90}}, 90, *stream);  // Which the next forward replaces.
+  rows.put(spans, 85, *stream);
   stream->synchronize(deadline_after(std::chrono::seconds(10)));
   const auto [q, k, v] = rows.views();
-  CHECK(q.tokens == 82);
-  CHECK(rows.out().tokens == 82);
+  CHECK(q.tokens == 85);  // Three of them are padding.
+  CHECK(rows.out().tokens == 85);
   const PromptPattern pattern(PromptStructure::vertical_slash, shape, 9);
   std::vector<float> rotation(pattern.rotation_size()), want(shape.head_dim);
   const auto same = [&](const std::byte* got) {

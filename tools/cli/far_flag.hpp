@@ -27,8 +27,8 @@ struct FarPlace {
   double near_hits = 0.5;    ///< of the tokens that are chosen, those that lie near when they are wanted
 };
 
-/// Where device memory has room for this share of the tokens, the share of those that are attended that is taken to lie
-/// near: what `sluice plan --near-hits` says by default.
+/// Where device memory has room for this share of the tokens, the share of those that are attended that a budget of far
+/// tokens is advised for: half, whatever the policy, so that attention with less of a pattern has a budget, too.
 [[nodiscard]] double usual_near_hits(double near_share) noexcept;
 
 /// The policy with the budget that `far` says behind it: `sluice | far=2048`. As it is if `far` is empty, or advises

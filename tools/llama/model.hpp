@@ -50,8 +50,8 @@ using Attend = std::function<void(const AttentionCall&)>;
 /// How a forward gets to a device.
 enum class Launch : std::uint8_t {
   enqueue,  ///< kernel by kernel
-  /// As one graph, which is captured the second time that there are as many rows, and replayed from then on: what
-  /// `attend` enqueues must be the same every time. Enqueued where there are no graphs.
+  /// As one graph, which is captured the second time that there are as many rows and the same Activations::variant,
+  /// and replayed from then on: what `attend` enqueues must be the same every time. Enqueued where there are no graphs.
   graph,
 };
 
@@ -66,6 +66,7 @@ struct Activations {
   std::uint32_t rows = 0;                     ///< of the last forward pass
   std::uint32_t chosen = 0;                   ///< so many of them, the last ones, have logits
   std::uint64_t replays = 0;                  ///< forward passes so far that were a graph
+  std::uint32_t variant = 0;                  ///< of what attends as many rows otherwise; each has a graph of its own
   bool rehearse = false;                      ///< calls have rehearsed queries; not on a device
   Stream* stream = nullptr;                   ///< of the model's device, which needs one; else unused
   std::chrono::milliseconds timeout{30'000};  ///< of every wait for the stream

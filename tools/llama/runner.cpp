@@ -10,11 +10,10 @@ namespace sluice::tools {
 namespace {
 
 /// Empty: forwards can be captured.
-std::string why_no_graphs(const Model& model, const sluice::Engine& engine) {
-  if (model.device() == nullptr) return "the model runs on the CPU";
-  if (engine.captures()) return {};
-  const Handover asked = engine.options().handover;
-  const Handover by = asked == Handover::automatic ? model.device()->info().handover : asked;
+std::string why_no_graphs(const Device* device, Handover asked) {
+  if (device == nullptr) return "this runs on the CPU";
+  if (device->info().captures_forwards(asked)) return {};
+  const Handover by = asked == Handover::automatic ? device->info().handover : asked;
   if (by == Handover::host) return "with handover host the calling thread waits for the CPU's part of each layer";
   return "this driver cannot capture what waits for the CPU's part of a layer";
 }
@@ -38,11 +37,15 @@ Graphs parse_graphs(std::string_view text, std::string_view option) {
               std::string(option) + ": '" + std::string(text) + "' is unknown; have auto, on, off");
 }
 
-bool use_graphs(Graphs graphs, const Model& model, const sluice::Engine& engine) {
-  const std::string why = why_no_graphs(model, engine);
+bool use_graphs(Graphs graphs, const Device* device, Handover asked) {
+  const std::string why = why_no_graphs(device, asked);
   if (graphs == Graphs::on && !why.empty())
     throw Error(Errc::unsupported, "graphs are asked for, and " + why + "; leave them to auto");
   return graphs != Graphs::off && why.empty();
+}
+
+bool use_graphs(Graphs graphs, const Model& model, const sluice::Engine& engine) {
+  return use_graphs(graphs, model.device(), engine.options().handover);
 }
 
 Runner::Runner(const Model& model, sluice::Engine& engine, std::shared_ptr<Device> device, Graphs graphs)

@@ -23,8 +23,11 @@ enum class Graphs : std::uint8_t {
 /// @throws Error{Errc::invalid_argument} that names the option and lists what it may be.
 [[nodiscard]] Graphs parse_graphs(std::string_view text, std::string_view option);
 
-/// Whether forwards of a model and an engine are replayed. Those that are audited or traced never are.
+/// Whether forwards on this device, null: the CPU, are replayed, with attention of an engine of that handover. Those
+/// that are audited or traced never are.
 /// @throws Error{Errc::unsupported} for Graphs::on where they cannot, saying why.
+[[nodiscard]] bool use_graphs(Graphs graphs, const Device* device, Handover asked);
+/// The same of a model and an engine.
 [[nodiscard]] bool use_graphs(Graphs graphs, const Model& model, const sluice::Engine& engine);
 
 class Logits;

@@ -81,6 +81,7 @@ Json config_of(const BenchServeOptions& options, const AttentionShape& shape, co
           {"placement", to_string(options.engine.placement)},
           {"fetch_share", options.engine.fetch_share.share},
           {"handover", to_string(options.engine.handover)},
+          {"graphs", to_string(options.graphs)},
           {"slowdown", options.slowdown},
           {"watermark_pages", options.watermark_pages},
           {"near_pages", options.near_pages},
@@ -252,6 +253,7 @@ void add_bench_serve(CLI::App& bench, int& exit_code) {
             "Device pages that all running requests share; 0: no bound");
   add_count(*command, "--near-pages-per-request", options->near_pages_per_sequence,
             "Of these, what each takes: what one iteration needs; 0: all pages that it has");
+  add_graphs(*command, options->graphs);
   add_engine_flags(*command, options->engine);
   add_device_flags(*command, options->device);
   add_output(*command, options->output);

@@ -47,6 +47,7 @@ std::vector<Column> columns() {
           {"attended_share", "attended", 1, kShare},
           {"near_hit_share", "near", 1, kShare},
           {"forwards", "forwards"},
+          {"replayed_forwards", "replayed"},
           {"prompt_tokens", "prompts"},
           {"computed_prompt_tokens", "computed"},
           {"answer_tokens", "answers"}};
@@ -103,6 +104,7 @@ ServeBench::ServeBench(const BenchServeOptions& options, const AttentionShape& s
 }
 
 void ServeBench::check(const std::vector<ServeMethod>& methods) const {
+  (void)use_graphs(options_.graphs, device_->info().own_processor ? device_.get() : nullptr, options_.engine.handover);
   for (const ServeMethod& method : methods) (void)engine_options(method);
 }
 
@@ -117,9 +119,9 @@ void ServeBench::take_method(const ServeMethod& method) {
   admission.near_pages = options_.near_pages;
   admission.near_pages_per_sequence = options_.near_pages_per_sequence;
   admission.slowdown = options_.slowdown;
-  loop_ =
-      std::make_unique<ServeLoop>(sizes, admission, method.policy,
-                                  ServeParts{.device = device_, .stream = *stream_, .rows = rows_, .model = model_});
+  loop_ = std::make_unique<ServeLoop>(
+      sizes, admission, method.policy,
+      ServeParts{.device = device_, .stream = *stream_, .rows = rows_, .model = model_, .graphs = options_.graphs});
   warm_up();
 }
 
@@ -169,9 +171,9 @@ void ServeBench::fit_device_memory(const ServeMethod& method, EngineOptions& siz
       throw Error(Errc::out_of_capacity,
                   asked + " has no room for a page of keys and values, which takes " + format_size(near_page));
     sizes.host_bytes = pages * page_bytes(sizes);
-    // Rows are attended as a whole, by two kernels, where each could be as long as the longest: there is room for that,
-    // and no more tokens than asked for use it.
-    constexpr std::uint64_t kSpare = 4;
+    // Rows are attended as a whole, by two kernels, where each could be as long as the longest, padding of a graph
+    // included: there is room for that, and no more tokens than asked for use it.
+    constexpr std::uint64_t kSpare = 8;
     const std::uint64_t most = device_->info().memory_bytes / 2 / near_page;
     sizes.near_bytes = std::clamp(most, pages, kSpare * pages) * near_page;
     sizes.dense_tokens = sizes.largest.max_tokens;
@@ -219,6 +221,7 @@ bool ServeBench::run(double rate) {
                          over(near + far, dense),
                          over(near, near + far),
                          result.forwards,
+                         result.replayed,
                          result.prompt_tokens,
                          result.computed_tokens,
                          result.answer_tokens});

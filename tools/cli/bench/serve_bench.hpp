@@ -31,6 +31,7 @@ struct BenchServeOptions {
   double slowdown = 0.0;
   std::uint64_t kv_bytes = 0;  ///< device memory for keys, values and what goes with them; 0: what --near-size says
   std::uint64_t watermark_pages = 0, near_pages = 0, near_pages_per_sequence = 0;
+  Graphs graphs = Graphs::automatic;
   EngineFlags engine;
   DeviceFlags device;
   OutputOptions output;
@@ -55,7 +56,7 @@ class ServeBench {
   ServeBench(const BenchServeOptions& options, const AttentionShape& shape, const Model* model,
              std::shared_ptr<Device> device, std::vector<LoadRequest> load);
 
-  /// @throws Error{Errc::out_of_capacity} if a method has no room in --kv-size; nothing is built
+  /// @throws Error{Errc::out_of_capacity} if a method has no room in --kv-size; as use_graphs; nothing is built
   void check(const std::vector<ServeMethod>& methods) const;
   /// What follows is of this method.
   void take_method(const ServeMethod& method);

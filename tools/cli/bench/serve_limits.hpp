@@ -33,6 +33,7 @@ struct ServeResult {
   std::uint64_t waiting = 0;          ///< of them, those that had never been admitted
   bool given_up = false;              ///< left as soon as a limit could not be held
   std::uint64_t forwards = 0;
+  std::uint64_t replayed = 0;       ///< of them, those that were a graph
   std::uint64_t largest_batch = 0;  ///< requests that ran at once
   std::vector<double> first_ms;     ///< from a request's arrival to its first token
   std::vector<double> between_ms;   ///< from a token of a request to its next

@@ -53,28 +53,12 @@ struct ServeLoop::Run {
 
 ServeLoop::ServeLoop(const EngineOptions& engine, const AdmissionOptions& admission, const PolicySpec& policy,
                      const ServeParts& parts)
-    : parts_(parts),
-      engine_(engine, parts.device),
+    : engine_(engine, parts.device),
       admission_(admission),
       policy_(policy),
       on_cpu_(scheduler::chooser(policy) == scheduler::Chooser::cpu),
-      stream_(parts.stream.native_handle() != nullptr ? parts.stream.native_handle() : &parts.stream) {
-  work_.stream = &parts_.stream;
-  work_.timeout = engine_.options().timeout;
-  if (parts_.model != nullptr) reserve();
-}
-
-/// A model's buffers grow with the rows that it sees, which waits for the device.
-void ServeLoop::reserve() {
-  const Bucket& largest = engine_.options().largest;
-  const std::uint32_t outputs = largest.decode_rows + largest.prefills;
-  const std::vector<PlacedToken> placed(largest.rows());
-  parts_.model->forward(
-      placed, [](const AttentionCall&) {}, work_);
-  logits_.resize(std::size_t{outputs} * parts_.model->config().vocab_size);
-  parts_.model->logits(
-      work_, std::min(outputs, largest.rows()),
-      std::span(logits_).first(std::size_t{std::min(outputs, largest.rows())} * parts_.model->config().vocab_size));
+      forwards_(engine_, parts) {
+  forwards_.prepare(policy_);
 }
 
 ServeResult ServeLoop::run(std::span<const LoadRequest> load, double rate, const ServeLimits& limits) {
@@ -160,49 +144,11 @@ void ServeLoop::begin(Run& run, const AdmissionChanges& changes) {
 }
 
 void ServeLoop::forward(Run& run, const std::vector<TurnItem>& items) {
-  Bucket bucket = engine_.options().largest;
-  bucket.decode_rows = bucket.prefill_rows = bucket.prefills = bucket.max_tokens = 0;
-  std::vector<PlanItem> planned;
-  std::vector<RowSpan> spans;
-  for (const TurnItem& item : items) {
-    planned.push_back(
-        {.sequence = run.requests[item.request].sequence, .tokens = item.tokens, .prefill = item.prefill});
-    spans.push_back({.first = item.first, .count = item.tokens});
-    (item.prefill ? bucket.prefill_rows : bucket.decode_rows) += item.tokens;
-    bucket.prefills += item.prefill ? 1 : 0;
-    bucket.max_tokens = std::max(bucket.max_tokens, item.first + item.tokens);
-  }
-  const std::uint32_t page = engine_.options().page_tokens;
-  bucket.max_tokens = static_cast<std::uint32_t>(div_up(bucket.max_tokens, page)) * page;
-  parts_.rows.put(spans, parts_.stream);
-  const auto [q, k, v] = parts_.rows.views();
-  const Batch batch = engine_.plan(planned, bucket, stream_);
-  if (parts_.model == nullptr) {
-    for (LayerId layer{0}; layer.value < engine_.options().shape.layers; ++layer.value)
-      engine_.attend(bucket, layer, q, k, v, parts_.rows.out(), stream_);
-    return engine_.finish(batch);
-  }
-  const auto attend = [&](const AttentionCall& call) {
-    engine_.attend(bucket, call.layer, q, k, v, call.out, stream_);
-    // A model on the CPU goes on with what is there.
-    if (parts_.stream.native_handle() == nullptr) parts_.stream.synchronize(deadline_after(work_.timeout));
-  };
-  run_model(items, attend);
-  engine_.finish(batch);
-  // As many logits as requests want one of: of the last rows, whoever's they are.
-  const auto outputs = static_cast<std::uint32_t>(std::ranges::count_if(items, &TurnItem::output));
-  if (outputs == 0) return;
-  parts_.model->logits(work_, outputs,
-                       std::span(logits_).first(std::size_t{outputs} * parts_.model->config().vocab_size));
-}
-
-void ServeLoop::run_model(const std::vector<TurnItem>& items, const Attend& attend) {
-  std::vector<PlacedToken> placed;
-  for (const TurnItem& item : items) {
-    for (std::uint32_t position = item.first; position < item.first + item.tokens; ++position)
-      placed.push_back({static_cast<int>(position % parts_.model->config().vocab_size), position});
-  }
-  parts_.model->forward(placed, attend, work_);
+  std::vector<ServeItem> served;
+  for (const TurnItem& item : items) served.push_back({.sequence = run.requests[item.request].sequence, .turn = item});
+  const std::uint64_t before = forwards_.replays();
+  forwards_.run(served);
+  run.result.replayed += forwards_.replays() - before;
 }
 
 void ServeLoop::count(Run& run, const std::vector<TurnItem>& items, Clock::time_point start) {

@@ -7,26 +7,18 @@
 
 #include "sluice/admission.hpp"
 #include "sluice/engine.hpp"
+#include "tools/cli/bench/serve_forwards.hpp"
 #include "tools/cli/bench/serve_limits.hpp"
 #include "tools/cli/bench/serve_load.hpp"
-#include "tools/cli/bench/serve_rows.hpp"
-#include "tools/llama/model.hpp"
 
 namespace sluice::tools {
-
-/// What requests are served by.
-struct ServeParts {
-  std::shared_ptr<Device> device;
-  Stream& stream;      ///< of that device
-  ServeRows& rows;     ///< of the engine's largest forward
-  const Model* model;  ///< on that device; null: forwards are attention alone
-};
 
 /// A server without a network: an engine that an Admission decides for, and a model around its attention, if there is
 /// one. What is attended are the rows, whatever the model makes of them.
 class ServeLoop {
  public:
-  /// All must outlive it.
+  /// All must outlive it. Graphs of forwards that decode are made here.
+  /// @throws as use_graphs
   ServeLoop(const EngineOptions& engine, const AdmissionOptions& admission, const PolicySpec& policy,
             const ServeParts& parts);
   /// Requests come at `rate` a second, all at once if that is 0; returns when all have ended, or the limits say so.
@@ -38,24 +30,19 @@ class ServeLoop {
  private:
   struct Request;
   struct Run;
-  void reserve();
   void submit(Run& run);
   [[nodiscard]] bool over(Run& run) const;
   void turn(Run& run);
   void begin(Run& run, const AdmissionChanges& changes);
   void forward(Run& run, const std::vector<TurnItem>& items);
-  void run_model(const std::vector<TurnItem>& items, const Attend& attend);
   void count(Run& run, const std::vector<TurnItem>& items, Clock::time_point start);
   void leave(Run& run);
 
-  ServeParts parts_;
   sluice::Engine engine_;
   Admission admission_;
   PolicySpec policy_;
   bool on_cpu_;
-  void* stream_;  ///< as the engine takes it
-  Activations work_;
-  std::vector<float> logits_;
+  ServeForwards forwards_;  ///< of the engine
 };
 
 }  // namespace sluice::tools

@@ -38,15 +38,16 @@ void ServeRows::draw(PromptStructure structure, std::uint64_t seed, std::uint32_
   });
 }
 
-void ServeRows::put(std::span<const RowSpan> spans, Stream& stream) {
+void ServeRows::put(std::span<const RowSpan> spans, std::uint32_t rows, Stream& stream) {
   std::vector<Copy> copies;
-  count_ = 0;
+  std::uint32_t at = 0;
   for (const RowSpan& span : spans) {
-    copies.push_back({.to = rows_->data() + count_ * row_bytes_,
+    copies.push_back({.to = rows_->data() + at * row_bytes_,
                       .from = pool_->data() + span.first * row_bytes_,
                       .bytes = span.count * row_bytes_});
-    count_ += span.count;
+    at += span.count;
   }
+  count_ = rows;
   stream.copy(copies);
 }
 

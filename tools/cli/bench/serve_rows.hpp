@@ -26,8 +26,9 @@ class ServeRows {
   ServeRows(Device& device, const AttentionShape& shape, PromptStructure structure, std::uint64_t seed,
             std::uint32_t tokens, std::uint32_t rows);
 
-  /// The rows of the next forward, one span behind the other. Enqueues, from pinned memory.
-  void put(std::span<const RowSpan> spans, Stream& stream);
+  /// The rows of the next forward, of which there are `rows`, one span behind the other; what is left over is padding.
+  /// They are where those of the forward before were. Enqueues, from pinned memory.
+  void put(std::span<const RowSpan> spans, std::uint32_t rows, Stream& stream);
   /// Of that forward: [rows, heads, head_dim]
   [[nodiscard]] QkvViews views() const;
   [[nodiscard]] MutableTensorView out() const;

@@ -1,5 +1,6 @@
 #include "tools/cli/plan/calibration_cases.hpp"
 
+#include <algorithm>
 #include <array>
 
 namespace sluice::tools {
@@ -11,6 +12,9 @@ constexpr PlacementMode kStream = PlacementMode::stream;
 constexpr std::uint32_t kShort = 8192, kMiddle = 16384, kLong = 32768, kLongest = 131072;
 
 constexpr double kMuchNear = 0.4;
+/// Of a short sequence, all but a few of the tokens of a window: the CPU's answer to a short list, beside the one to a
+/// longer list where less is near.
+constexpr double kMostOfWindow = 0.1;
 
 /// Policies whose forwards are not alike, see PolicyCosts.
 struct Other {
@@ -26,11 +30,11 @@ constexpr std::array<Other, 15> kOthers{{{"quest", kLong, kMuchNear},
                                          {"twilight", kLong, kMuchNear},
                                          {"exact | int4 | top_p=0.95", kLong, kMuchNear},
                                          {"tactic | int4", kLong, 1.0},
-                                         {"streaming", 0, kMuchNear},
+                                         {"streaming", 0, kMostOfWindow},
                                          {"lfps", kMiddle, 0.0, true},
                                          {"topk", kMiddle, 0.0, true},
                                          {"psa", kMiddle, 0.0, true},
-                                         {"tactic"},
+                                         {"tactic", 0, 0.0, true},
                                          {"magicpig"},
                                          {"snapkv"},
                                          {"double_sparsity"},
@@ -116,7 +120,7 @@ std::vector<Case> on_host(Effort effort) {
   for (const std::uint32_t tokens : {kTiny, kSmall}) add_dense(cases, tokens, like);
   for (const Other& other : kOthers) {
     like.policy = other.policy;
-    like.near_share = other.near_share;
+    like.near_share = other.by_device() ? std::max(other.near_share, kMuchNear) : other.near_share;
     for (const std::uint32_t tokens : {kTiny, kSmall}) {
       add(tokens);
       if (!other.streams) continue;

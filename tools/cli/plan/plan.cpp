@@ -14,6 +14,7 @@
 #include "tools/cli/fetch_share.hpp"
 #include "tools/cli/near_share.hpp"
 #include "tools/cli/plan/measured.hpp"
+#include "tools/cli/plan/near_hits.hpp"
 #include "tools/cli/plan/plan_plot.hpp"
 #include "tools/cli/plan/plan_tables.hpp"
 #include "tools/cli/text/command.hpp"
@@ -38,7 +39,7 @@ struct PlanOptions {
   std::uint32_t gpus = 1;
   Machine changes;  ///< what is not 0 takes the place of the machine's
   std::string near;  ///< none: usual_near_share of the length
-  std::string near_hits = "50%";
+  std::string near_hits;  ///< none: usual_near_hits of policy and length
   std::string attended = "5%";
   std::uint64_t weights = 0;
   std::uint32_t threads = 0;
@@ -104,21 +105,22 @@ class Plans {
       work.page_tokens = page_tokens_for(work.policy, EngineFlags{});
       for (const std::string& placement : split_list(options_.placements)) {
         work.near_share = options_.near.empty() ? 0.0 : parse_share(options_.near, "--near");
-        work.near_hits = parse_share(options_.near_hits, "--near-hits");
-        const bool by_cpu = scheduler::chooser(work.policy) == scheduler::Chooser::cpu;
+        work.near_hits = 0.0;
         place(placement, work);
-        const bool usual = options_.near.empty() && work.near_share == 0.0;
-        // The CPU attends what it chooses in place.
-        if (by_cpu && work.placement == PlacementMode::hybrid) work.near_hits = 0.0;
+        const bool all_near = work.near_hits == 1.0;
+        const bool usual = options_.near.empty() && !all_near;
         const PolicyCosts* const costs = like(work.policy, machine_.policies);
+        const bool by_cpu = scheduler::chooser(work.policy) == scheduler::Chooser::cpu;
         work.scored = costs != nullptr ? costs->scored : by_cpu ? 1.0 : 0.0;
         work.fetch_share = share_for(work.placement, fetch_share_);
         for (const std::uint32_t tokens : lengths) {
           work.tokens = tokens;
           if (usual) work.near_share = usual_near_share(tokens);
+          const NearHits hits = all_near ? NearHits{.share = 1.0, .from = "all near"} : hits_of(work, by_cpu);
+          work.near_hits = hits.share;
           for (const std::uint32_t count : rows) {
             work.rows = count;
-            add(policy, work);
+            add(policy, work, hits.from);
           }
         }
       }
@@ -129,12 +131,19 @@ class Plans {
   [[nodiscard]] const std::vector<PlannedSeries>& series() const noexcept { return series_; }
 
  private:
-  void add(const std::string& policy, Workload work) {
+  /// What the CPU chooses it attends in place, whatever is asked for.
+  [[nodiscard]] NearHits hits_of(const Workload& work, bool by_cpu) const {
+    const bool in_place = by_cpu && work.placement == PlacementMode::hybrid;
+    if (options_.near_hits.empty() || in_place) return usual_near_hits(work);
+    return {.share = parse_share(options_.near_hits, "--near-hits"), .from = "given"};
+  }
+
+  void add(const std::string& policy, Workload work, const char* hits_from) {
     const std::string name = with_far(policy, options_.far, far_place(work),
                                       [&] { return rates_for(work.policy, machine_.policies, machine_.rates); });
     work.policy = parse_policy(name);
     const WorkloadPlan found = plan(work, machine_, options_.weights);
-    times_.rows.push_back(plan_row(name, work, machine_, options_.weights, found));
+    times_.rows.push_back(plan_row({name, hits_from}, work, machine_, options_.weights, found));
     memory_.rows.push_back(memory_row(name, work, found.memory));
     const std::string curve =
         policy + ", " + placement_of(work) + (work.rows == 1 ? "" : ", " + std::to_string(work.rows) + " sequences");
@@ -180,7 +189,7 @@ int run(const PlanOptions& options) {
                            {"kv_dtype", to_string(options.kv_dtype)},
                            {"fetch_share", fetch_share.share},
                            {"near", options.near},
-                           {"near_hits", options.near_hits},
+                           {"near_hits", options.near_hits.empty() ? Json() : Json(options.near_hits)},
                            {"attended", options.attended},
                            {"far", options.far},
                            {"measured", options.measured},
@@ -244,7 +253,7 @@ void add_plan(CLI::App& app, int& exit_code) {
   command
       ->add_option("--near-hits", options->near_hits,
                    "Share of the attended tokens that lie near when they are wanted; `bench gpu` and `eval` measure it")
-      ->capture_default_str();
+      ->default_str(kUsualHitsText);
   command
       ->add_option("--attended", options->attended,
                    "Share of its tokens that a KV head attends where the policy goes by mass, such as twilight")

@@ -8,7 +8,8 @@ Table plan_table() {
   return {.key = "plan",
           .title =
               "Decoding, attention alone, as the engine plans it (model: with its weights, read once; dense: its "
-              "reads, everything in device memory)",
+              "reads, everything in device memory; near hits: of what is attended, measured of structured attention, a "
+              "guess, or what there is room for; --near-hits to change)",
           .columns = {{"policy", "policy"},
                       {"placement", "placement"},
                       {"length_tokens", "length"},
@@ -16,6 +17,8 @@ Table plan_table() {
                       {"token_ms", "ms/token", 2},
                       {"model_ms", "model ms", 2},
                       {"layer_us", "us/layer", 1},
+                      {"near_hits", "near hits", 0, Column::Show::percent},
+                      {"near_hits_from", "hits from"},
                       {"far_budget_tokens", "far budget"},
                       {"bottleneck", "busiest"},
                       {"device_us", "device", 1},
@@ -63,16 +66,18 @@ std::vector<Json> memory_row(const std::string& name, const Workload& work, cons
           share(memory.policies)};
 }
 
-std::vector<Json> plan_row(const std::string& name, const Workload& work, const Machine& machine,
-                           std::uint64_t reserved, const WorkloadPlan& found) {
+std::vector<Json> plan_row(const PlanName& name, const Workload& work, const Machine& machine, std::uint64_t reserved,
+                           const WorkloadPlan& found) {
   const auto busy = [&](Lane lane) { return found.busy_us[static_cast<std::size_t>(lane)] / work.shape.layers; };
-  return {name,
+  return {name.policy,
           placement_of(work),
           work.tokens,
           work.rows,
           1e-3 * found.forward_us,
           1e-3 * found.model_us,
           found.forward_us / work.shape.layers,
+          work.near_hits,
+          name.hits_from,
           far_budget(work.policy, work.shape, work.tokens),
           to_string(found.bottleneck),
           busy(Lane::device),

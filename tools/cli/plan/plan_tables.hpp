@@ -12,7 +12,12 @@
 namespace sluice::tools {
 
 [[nodiscard]] Table plan_table();
-[[nodiscard]] std::vector<Json> plan_row(const std::string& name, const Workload& work, const Machine& machine,
+/// What a row of the plan is of.
+struct PlanName {
+  std::string policy;
+  std::string hits_from;  ///< see NearHits
+};
+[[nodiscard]] std::vector<Json> plan_row(const PlanName& name, const Workload& work, const Machine& machine,
                                          std::uint64_t reserved, const WorkloadPlan& found);
 [[nodiscard]] Table memory_table();
 [[nodiscard]] std::vector<Json> memory_row(const std::string& name, const Workload& work,

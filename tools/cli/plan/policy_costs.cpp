@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <vector>
 
 #include "scheduler/plan/fitted_cost.hpp"
 #include "scheduler/plan/forward_rows.hpp"
@@ -38,25 +39,45 @@ double cost_us(Stage stage, const CaseTimes& times, const LaneRates& rates) {
   return scheduler::estimate({&item, 1}, rates).front().end_us;
 }
 
+/// Of an answer, from the device's question until it has noticed it.
+double away_us(const CaseTimes& times, const LaneRates& rates) noexcept { return times.answer_us + rates.hand_over_us; }
+
 /// Where the device waits for most of the time, what its own stages take is a difference of large numbers.
 bool tells_device(const CaseTimes& times) noexcept {
   constexpr double kMostWaited = 0.25;
   return times.waited_us <= kMostWaited * times.layer_us;
 }
 
-/// Of a policy that chooses nothing all is `attend`; of others near rows take what they take for the default.
-void tell_near_apart(CaseTimes& times, const LaneRates& rates) {
+/// What the device does between its question and its wait: as much of the CPU's answer as it did not wait for. Nothing
+/// where it never waited.
+std::optional<double> beside_answer_us(std::span<const CaseTimes> cases, const LaneRates& rates) {
+  constexpr double kWaited = 1.0;
+  std::vector<double> beside;
+  for (const CaseTimes& times : cases) {
+    if (times.far_bytes > 0.0 && times.waited_us > kWaited)
+      beside.push_back(std::max(0.0, away_us(times, rates) - times.waited_us));
+  }
+  if (beside.empty()) return std::nullopt;
+  std::ranges::sort(beside);
+  return beside[beside.size() / 2];
+}
+
+/// Where something is chosen, near rows take what they take for the default. Of a policy that chooses nothing, `attend`
+/// is what goes on beside the CPU: what comes before its question is `split`, though it attends as well. Where the CPU
+/// was never waited for, nobody can tell, and all is `attend`.
+void tell_near_apart(CaseTimes& times, const LaneRates& rates, const std::optional<double>& beside_us) {
   const bool chooses = times.ran[at(Stage::score)] || times.ran[at(Stage::rank)];
   const double all = split_to_attend_us(times);
-  set_attend_us(times, chooses ? cost_us(Stage::attend, times, rates) : all);
+  set_attend_us(times, chooses ? cost_us(Stage::attend, times, rates) : beside_us.value_or(all));
 }
 
 StageCosts device_costs(std::span<const CaseTimes> cases, const LaneRates& rates) {
   DefaultCases told;
   std::vector<CostSample> ranked;
+  const std::optional<double> beside_us = beside_answer_us(cases, rates);
   for (CaseTimes times : cases) {
     if (!tells_device(times)) continue;
-    tell_near_apart(times, rates);
+    tell_near_apart(times, rates, beside_us);
     told.plain.push_back(times);
     if (times.ran[at(Stage::rank)])
       ranked.push_back({.us = times.stage_us[at(Stage::rank)], .bytes = times.stage_bytes[at(Stage::rank)]});
@@ -74,10 +95,29 @@ std::optional<StageCost> answer_cost(Stage stage, std::span<const CaseTimes> cas
   for (const CaseTimes& times : cases) {
     if (!has(times, stage)) continue;
     // Nothing is attended where that is fetched.
-    const double us = times.answer_us + rates.hand_over_us - cost_us(other, times, rates);
+    const double us = away_us(times, rates) - cost_us(other, times, rates);
     samples.push_back({.us = std::max(us, kLeastUs), .bytes = bytes_of(times, stage)});
   }
   return scheduler::fitted_cost(samples, rates.cpu_gbps);
+}
+
+/// Whether attending alone would take as long as each whole answer did: then `rates` have it of other lists, short ones
+/// whose rows lie apart, and it says nothing of these.
+bool too_slow(std::span<const CaseTimes> cases, const LaneRates& rates) {
+  return !cases.empty() && std::ranges::all_of(cases, [&](const CaseTimes& times) {
+    return has(times, Stage::attend_far) && cost_us(Stage::attend_far, times, rates) >= away_us(times, rates);
+  });
+}
+
+/// Of policies that the CPU chooses for and that were not timed apart from what it attends.
+void tell_answers(std::span<const CaseTimes> cases, const LaneRates& rates, StageCosts& costs) {
+  if (!too_slow(cases, rates)) {
+    costs[at(Stage::choose_far)] = answer_cost(Stage::choose_far, cases, rates);
+    return;
+  }
+  LaneRates none = rates;
+  costs[at(Stage::choose_far)] = none.stage(Stage::choose_far) = {.fixed_us = 0.0, .share = scheduler::kMostCostShare};
+  costs[at(Stage::attend_far)] = answer_cost(Stage::attend_far, cases, none);
 }
 
 }  // namespace
@@ -101,6 +141,12 @@ LaneRates rates_for(const PolicySpec& policy, std::span<const PolicyCosts> costs
     if (!found->stages[i] && !found->batch[i]) continue;
     if (found->stages[i]) result.stages[i] = found->stages[i];
     result.batch[i] = found->batch[i];
+  }
+  // What `choose`, `split` and `attend` take is told of all three together: one with an `attend` of its own and no
+  // `split` has that in it, and what the default's takes would be counted twice.
+  if (found->stages[at(Stage::attend)] && !found->stages[at(Stage::split)]) {
+    result.stages[at(Stage::split)] = StageCost{};
+    result.batch[at(Stage::split)] = std::nullopt;
   }
   return result;
 }
@@ -131,9 +177,15 @@ PolicyCosts policy_costs(const PolicyCases& cases, const LaneRates& rates) {
   const auto set = [&](Stage stage, std::span<const CaseTimes> of) {
     costs.stages[at(stage)] = told.stages[at(stage)] = answer_cost(stage, of, told);
   };
-  const bool apart = !cases.streamed.empty();
-  set(Stage::choose_far, apart ? cases.streamed : cases.alone);
-  if (apart) set(Stage::attend_far, cases.alone);
+  if (cases.streamed.empty()) {
+    tell_answers(cases.alone, rates, costs.stages);
+    for (const Stage stage : {Stage::choose_far, Stage::attend_far}) {
+      if (costs.stages[at(stage)]) told.stages[at(stage)] = costs.stages[at(stage)];
+    }
+  } else {
+    set(Stage::choose_far, cases.streamed);
+    set(Stage::attend_far, cases.alone);
+  }
   if (!cases.alone.empty()) costs.scored = cases.alone.back().scored_share;
   costs.batch[at(Stage::choose_far)] = answer_cost(Stage::choose_far, cases.together, told);
   return costs;

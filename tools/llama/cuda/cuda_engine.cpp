@@ -236,7 +236,7 @@ void CudaEngine::decode(std::span<const PlacedToken> tokens, const Attend& atten
   try {
     if (launch == Launch::enqueue) {
       enqueue();
-    } else if (memory.graphs().run(pass.rows, pass.stream, enqueue)) {
+    } else if (memory.graphs().run({pass.rows, work.variant}, pass.stream, enqueue)) {
       ++work.replays;
     }
   } catch (...) {

@@ -4,8 +4,8 @@
 
 namespace sluice::tools::cuda {
 
-bool DecodeGraphs::run(std::uint32_t rows, cudaStream_t stream, const std::function<void()>& enqueue) {
-  const auto [at, first] = of_rows_.try_emplace(rows);
+bool DecodeGraphs::run(Key key, cudaStream_t stream, const std::function<void()>& enqueue) {
+  const auto [at, first] = captured_.try_emplace(key);
   Captured& captured = at->second;
   if (!first && !captured.refused && !captured.work) {
     bool queued = false;
