@@ -76,6 +76,7 @@ class CudaWorld final : public World {
                    .kv_dtypes = {DType::bf16, DType::bf16, DType::f16, DType::fp8_e4m3},
                    .tolerance = 2e-3,
                    .short_timeout = std::chrono::milliseconds(50),
+                   .least_window = 64,
                    .in_parts = true,
                    .rounds = true};
   std::shared_ptr<Faults> faults_;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -21,6 +22,8 @@ struct Terrain {
   double tolerance = 1e-4;
   /// EngineOptions::answer_timeout where threads are to be too late: no shorter than what a busy machine takes.
   std::chrono::milliseconds short_timeout{100};
+  /// Tokens of EngineOptions::prefill_window: where each window takes launches, few of them take too long.
+  std::uint32_t least_window = 8;
   /// When an answer is too late, some heads of a layer may have had it.
   bool in_parts = false;
   /// Queries are numbers of bf16, and where a token more or less is as near to the share of attention that is wanted,

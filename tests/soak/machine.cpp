@@ -1,5 +1,6 @@
 #include "tests/soak/machine.hpp"
 
+#include <algorithm>
 #include <iterator>
 
 #include "scheduler/plan/forward_rows.hpp"
@@ -108,7 +109,7 @@ EngineOptions options_of(const MachineKind& kind, const Terrain& terrain, std::u
   options.sequences = 2 + random.below(6);
   options.cpu_sequences = kind.learns ? options.sequences : 1 + random.below(options.sequences);
   options.import_rows = 16 + random.below(200);
-  options.prefill_window = options.page_tokens * one_of(random, {1u, 4u, 64u});
+  options.prefill_window = std::max(options.page_tokens * one_of(random, {1u, 4u, 64u}), terrain.least_window);
   options.digests = one_of(random, {DigestKind::box, DigestKind::cuboid_mean});
   options.promotions = one_of(random, {0u, 8u, 64u, 256u, kMostPromotions});
   const std::uint64_t block = block_bytes(options);
