@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "tests/soak/model.hpp"
+#include "tests/soak/staging.hpp"
 
 namespace sluice::test {
 
@@ -10,7 +11,7 @@ namespace sluice::test {
 class Alone {
  public:
   /// @param options  of the engine that is compared; what is quiet about the other one is its own
-  Alone(const EngineOptions& options, const Pool& pool, Device& memory);
+  Alone(const EngineOptions& options, const Pool& pool, World& world);
 
   /// What the sequence said is what it says here.
   /// @throws Failure
@@ -20,12 +21,13 @@ class Alone {
   void call(SequenceId& id, const Call& call);
   void forward(SequenceId id, const Call& call);
   void import(SequenceId id, const Call& call);
-  void require_same(const Sequence& sequence, std::size_t call, RoundStats& stats);
+  void require_same(const Sequence& sequence, const PolicySpec& spec, std::size_t call, RoundStats& stats);
 
   const Pool& pool_;
-  Device& memory_;
+  std::unique_ptr<Ground> ground_;
   Engine engine_;
   ForwardTensors tensors_;
+  Staging staging_;
 };
 
 }  // namespace sluice::test

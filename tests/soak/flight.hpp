@@ -35,6 +35,7 @@ struct Flight {
   std::uint32_t tensors = 0;
   std::vector<Part> parts;
   Slip slip = Slip::none;
+  std::uint32_t recorded = kNone;  ///< the bucket of those that are recorded; kNone: it is enqueued
   bool doomed = false;  ///< it fails, or one before it that is in flight
 };
 

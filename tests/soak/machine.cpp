@@ -1,12 +1,12 @@
 #include "tests/soak/machine.hpp"
 
+#include <algorithm>
 #include <iterator>
 
 #include "scheduler/plan/forward_rows.hpp"
 #include "scheduler/plan/layer_stacks.hpp"
 #include "sluice/error.hpp"
 #include "tests/soak/expect.hpp"
-#include "tests/soak/starved_device.hpp"
 #include "tests/soak/traffic.hpp"
 
 namespace sluice::test {
@@ -15,7 +15,7 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-constexpr int kAttempts = 100;
+constexpr std::uint64_t kAttempts = 100;
 
 constexpr MachineKind kKinds[] = {
     {.name = "at-once", .number = 1, .at_once = true},
@@ -27,7 +27,9 @@ constexpr MachineKind kKinds[] = {
     {.name = "stalled-at-once", .number = 8, .at_once = true, .crowded = true, .stalls = true},
     {.name = "deep", .number = 9, .stalls = true, .deep = true},
     {.name = "broken", .number = 11, .breaks = true},
+    {.name = "refusing", .number = 17, .refuses = true},
     {.name = "learning", .number = 12, .stalls = true, .learns = true},
+    {.name = "starved", .number = 16, .learns = true, .starves = true},
     {.name = "windows", .number = 13, .windows = true},
     {.name = "windows-late", .number = 14, .stalls = true, .deep = true, .windows = true},
     {.name = "windows-crowded", .number = 15, .crowded = true, .windows = true},
@@ -94,10 +96,11 @@ EngineOptions options_for(const MachineKind& kind, EngineOptions options, std::v
   return options;
 }
 
-EngineOptions options_of(const MachineKind& kind, std::uint64_t seed, std::vector<std::string>& policies) {
+EngineOptions options_of(const MachineKind& kind, const Terrain& terrain, std::uint64_t seed,
+                         std::vector<std::string>& policies) {
   Random random(seed);
-  EngineOptions options{.shape = kSoakShape, .page_tokens = one_of(random, {8u, 16u, 16u, 32u, 64u})};
-  options.kv_dtype = one_of(random, {DType::f32, DType::f32, DType::bf16, DType::f16, DType::fp8_e4m3});
+  EngineOptions options{.shape = terrain.shape, .page_tokens = one_of(random, {8u, 16u, 16u, 32u, 64u})};
+  options.kv_dtype = terrain.kv_dtypes[random.below(static_cast<std::uint32_t>(terrain.kv_dtypes.size()))];
   options.largest = {.drafts = one_of(random, {1u, 1u, 2u, 3u, 4u}), .prefill_rows = 8 + random.below(150)};
   options.largest.decode_rows = options.largest.drafts * (1 + random.below(10 / options.largest.drafts));
   options.largest.prefills = 1 + random.below(std::min(options.largest.prefill_rows, 4u));
@@ -106,7 +109,7 @@ EngineOptions options_of(const MachineKind& kind, std::uint64_t seed, std::vecto
   options.sequences = 2 + random.below(6);
   options.cpu_sequences = kind.learns ? options.sequences : 1 + random.below(options.sequences);
   options.import_rows = 16 + random.below(200);
-  options.prefill_window = options.page_tokens * one_of(random, {1u, 4u, 64u});
+  options.prefill_window = std::max(options.page_tokens * one_of(random, {1u, 4u, 64u}), terrain.least_window);
   options.digests = one_of(random, {DigestKind::box, DigestKind::cuboid_mean});
   options.promotions = one_of(random, {0u, 8u, 64u, 256u, kMostPromotions});
   const std::uint64_t block = block_bytes(options);
@@ -121,12 +124,12 @@ EngineOptions options_of(const MachineKind& kind, std::uint64_t seed, std::vecto
     options.window_slack = kSoakSlack;
     const scheduler::LayerStacks stacks(options);
     const std::uint64_t whole = stacks.blocks(most);
-    options.host_bytes = block / kSoakShape.layers * stacks.layers() *
+    options.host_bytes = block / terrain.shape.layers * stacks.layers() *
                          (kind.crowded ? whole + whole / 2 : options.sequences * stacks.count() * most + 8);
   }
   options.threads = 1 + random.below(3);
   options.pin_threads = false;
-  options.answer_timeout = kind.stalls ? milliseconds(100) : kSoakTimeout;
+  options.answer_timeout = kind.stalls ? terrain.short_timeout : kSoakTimeout;
   options.timeout = kSoakTimeout;
   if (kind.prompts) {
     options.prefill = {.mode = one_of(random, {PrefillMode::flexprefill, PrefillMode::automatic}),
@@ -141,76 +144,76 @@ EngineOptions options_of(const MachineKind& kind, std::uint64_t seed, std::vecto
 
 std::span<const MachineKind> machine_kinds() { return kKinds; }
 
-Machine::Machine(const MachineKind& kind, std::shared_ptr<const cpu::Workers> workers, std::shared_ptr<Faults> faults,
-                 const Pool& pool)
-    : kind_(kind), workers_(std::move(workers)), pool_(pool), memory_(workers_), faults_(std::move(faults)) {}
+Machine::Machine(const MachineKind& kind, World& world, std::shared_ptr<Faults> faults, const Pool& pool)
+    : kind_(kind), world_(world), pool_(pool), faults_(std::move(faults)) {}
 
 Machine::~Machine() { destroy(); }
 
 void Machine::destroy() {
+  faults_->stop();
   alone_.reset();
-  stream_.reset();
   engine_.reset();
-  device_.reset();
+  ground_.reset();
 }
 
-void Machine::build(std::uint64_t seed) {
-  EngineOptions options = options_of(kind_, seed, policies_);
+std::uint64_t Machine::build(std::uint64_t seed) {
+  EngineOptions options = options_of(kind_, world_.terrain(), seed, policies_);
   options.before_answer = [faults = faults_] { faults->answer(); };
-  if (!kind_.at_once)
-    device_ =
-        std::make_shared<cpu::HostDevice>(workers_, cpu::HostDeviceOptions{.flag_timeout = kSoakTimeout, .faults = {}});
-  for (int attempt = 0; !engine_; ++attempt) {
+  ground_ = world_.ground({.at_once = kind_.at_once, .breaks = kind_.breaks, .refuses = kind_.refuses});
+  std::uint64_t failed = 0;
+  for (std::uint64_t attempt = 0; !engine_; ++attempt) {
     // What an engine is built from may fail; without faults it must not.
     const double chance = attempt < kAttempts && seed % 4 > 1 ? 0.1 : 0.0;
-    if (device_)
-      device_->inject({.seed = seed + static_cast<std::uint64_t>(attempt),
-                       .fail_copy = chance,
-                       .fail_allocation = chance,
-                       .fail_registration = chance});
+    ground_->inject(
+        {.seed = seed + attempt, .fail_copy = chance, .fail_allocation = chance, .fail_registration = chance});
     try {
-      std::shared_ptr<Device> device = device_;
-      if (kind_.breaks) device = std::make_shared<StarvedDevice>(device_, faults_);
-      engine_ = std::make_unique<Engine>(options, device);
+      engine_ = std::make_unique<Engine>(options, ground_->device());
     } catch (const Error& error) {
       if (chance == 0.0 || (error.code() != Errc::device && error.code() != Errc::out_of_capacity)) throw;
+      ++failed;
     }
   }
-  if (device_) device_->inject({});
-  if (device_) stream_ = device_->create_stream("caller");
+  ground_->inject({});
+  return failed;
 }
 
-RoundStats Machine::run(std::uint64_t seed, std::uint64_t kept_seed) {
-  if (!engine_) build(kind_.kept ? kept_seed : seed);
+void Machine::make_trouble(Random& random) {
+  if (kind_.stalls) faults_->stall(random.below(40), engine_->options().answer_timeout * 3 / 2);
+  if (kind_.starves) faults_->starve_answers(random.below(20), random.below(3));
+  if (!kind_.breaks && !kind_.refuses) return;
+  if (random.below(2) == 0) return faults_->break_one(random.below(20));
+  faults_->starve_apply(random.below(4));
+}
+
+RoundStats Machine::run(std::uint64_t seed, std::uint64_t kept_seed, std::uint64_t turns) {
+  RoundStats stats;
+  if (!engine_) stats.unbuilt = build(kind_.kept ? kept_seed : seed);
   const cpu::FaultOptions faults = faults_of(seed);
-  if (device_) device_->inject(faults);
+  ground_->inject(faults);
   faults_->begin(seed, faults.max_delay * 2);
-  RoundStats alone;
   Random random(seed + 1);
-  const auto trouble = [&] {
-    if (kind_.stalls) faults_->stall(random.below(40), engine_->options().answer_timeout * 3 / 2);
-    if (!kind_.breaks) return;
-    if (random.below(2) == 0) return faults_->break_one(random.below(20));
-    faults_->starve_apply(random.below(4));
-  };
-  Traffic traffic({.engine = *engine_,
-                   .pool = pool_,
-                   .memory = memory_,
-                   .stream = stream_.get(),
-                   .policies = policies_,
-                   .seed = seed,
-                   .trouble = kind_.stalls || kind_.breaks ? std::function<void()>(trouble) : nullptr,
-                   .compare_alone = [&](const Sequence& sequence) {
-                     if (!alone_) alone_ = std::make_unique<Alone>(engine_->options(), pool_, memory_);
-                     alone_->compare(sequence, alone);
-                   }});
-  traffic.run();
-  if (device_) device_->inject({});
-  faults_->stop();
-  traffic.leave();
+  Driven driven{.engine = *engine_,
+                .pool = pool_,
+                .ground = *ground_,
+                .policies = policies_,
+                .seed = seed,
+                .turns = turns,
+                .longest_delay = faults.max_delay,
+                .compare_alone = [&](const Sequence& sequence) {
+                  if (!alone_) alone_ = std::make_unique<Alone>(engine_->options(), pool_, world_);
+                  alone_->compare(sequence, stats);
+                }};
+  if (kind_.stalls || kind_.breaks || kind_.refuses || kind_.starves) driven.trouble = [&] { make_trouble(random); };
+  if (kind_.starves || ground_->refuses()) driven.calm = [this] { faults_->stop(); };
+  {
+    Traffic traffic(driven);
+    traffic.run();
+    ground_->inject({});
+    faults_->stop();
+    traffic.leave();
+    stats.add(traffic.stats());
+  }
   require(engine_->memory().far_pages_used == 0, "without sequences blocks are held");
-  RoundStats stats = traffic.stats();
-  stats.add(alone);
   if (!kind_.kept) destroy();
   return stats;
 }

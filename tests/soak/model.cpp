@@ -7,8 +7,6 @@
 namespace sluice::test {
 namespace {
 
-constexpr double kTolerance = 1e-4;
-
 const char* name_of(Call::Kind kind) {
   switch (kind) {
     case Call::Kind::prompt: return "prompt";
@@ -26,10 +24,19 @@ const char* name_of(Call::Kind kind) {
 void RoundStats::add(const RoundStats& other) noexcept {
   sequences += other.sequences;
   forwards += other.forwards;
+  decoded += other.decoded;
+  replayed += other.replayed;
+  delays += other.delays;
+  holds += other.holds;
   checked += other.checked;
   alone += other.alone;
+  rounded += other.rounded;
+  unlike += other.unlike;
   late += other.late;
   broken += other.broken;
+  unchosen += other.unchosen;
+  slips += other.slips;
+  unbuilt += other.unbuilt;
   failed += other.failed;
   cancelled += other.cancelled;
   refused += other.refused;
@@ -117,12 +124,13 @@ std::uint32_t PageModel::shortest(SequenceId id) const {
 
 std::vector<double> attended(const Pool& pool, std::span<const std::uint32_t> tokens, std::uint32_t layer,
                              std::uint32_t sinks, std::uint32_t recent) {
-  const std::uint32_t d = kSoakShape.head_dim;
+  const AttentionShape& shape = pool.shape();
+  const std::uint32_t d = shape.head_dim;
   const std::size_t n = tokens.size();
-  std::vector<double> out(kSoakRow, 0.0);
+  std::vector<double> out(pool.row(), 0.0);
   std::vector<double> weights(n);
-  for (std::uint32_t head = 0; head < kSoakShape.q_heads; ++head) {
-    const std::uint32_t kv = head / kSoakShape.group();
+  for (std::uint32_t head = 0; head < shape.q_heads; ++head) {
+    const std::uint32_t kv = head / shape.group();
     const float* const q = pool.q(layer, tokens.back()) + head * d;
     double sum = 0.0;
     for (std::size_t j = 0; j < n; ++j) {
@@ -130,7 +138,7 @@ std::vector<double> attended(const Pool& pool, std::span<const std::uint32_t> to
       if (j >= sinks && j + recent < n) continue;
       double dot = 0.0;
       for (std::uint32_t c = 0; c < d; ++c) dot += double{q[c]} * pool.k(layer, tokens[j])[kv * d + c];
-      sum += weights[j] = std::exp(dot / std::sqrt(double{kSoakShape.head_dim}));
+      sum += weights[j] = std::exp(dot / std::sqrt(static_cast<double>(d)));
     }
     for (std::size_t j = 0; j < n; ++j) {
       for (std::uint32_t c = 0; c < d && weights[j] != 0.0; ++c)
@@ -158,8 +166,8 @@ void require_right(const Pool& pool, const Sequence& sequence, std::uint32_t pos
   const std::span<const std::uint32_t> seen(sequence.tokens.data(), position + 1);
   const std::vector<double> want = attended(pool, seen, layer, window.sinks, window.recent);
   double worst = 0.0;
-  for (std::size_t i = 0; i < kSoakRow; ++i) worst = std::max(worst, std::abs(want[i] - got[i]));
-  if (worst > kTolerance) fail("off attention in float64 by " + std::to_string(worst));
+  for (std::size_t i = 0; i < want.size(); ++i) worst = std::max(worst, std::abs(want[i] - got[i]));
+  if (worst > pool.terrain().tolerance) fail("off attention in float64 by " + std::to_string(worst));
 }
 
 }  // namespace sluice::test

@@ -11,20 +11,32 @@
 
 #include "scheduler/plan/layer_stacks.hpp"
 #include "sluice/engine.hpp"
+#include "tests/soak/ground.hpp"
 #include "tests/support/engine_rig.hpp"
 
 /// What an engine is held against: as plain as possible, and without a look at how an engine does it.
 namespace sluice::test {
 
-inline constexpr AttentionShape kSoakShape{.layers = 3, .q_heads = 4, .kv_heads = 2, .head_dim = 16};
-inline constexpr std::size_t kSoakRow = std::size_t{kSoakShape.q_heads} * kSoakShape.head_dim;
 inline constexpr std::uint32_t kSoakTokens = 512;  ///< of a sequence, at most
 inline constexpr std::uint32_t kSoakSlack = 64;    ///< EngineOptions::window_slack
 inline constexpr std::uint32_t kMostDrafts = 4;    ///< tokens that a sequence decodes in a forward
 
-/// All tokens that there are. Which of them a sequence has is drawn, so that every wrong key shows.
-using Pool = Story;
 inline constexpr std::uint32_t kPoolTokens = 2048;
+
+/// All tokens that there are. Which of them a sequence has is drawn, so that every wrong key shows.
+class Pool : public Story {
+ public:
+  Pool(const Terrain& terrain, std::uint64_t seed) : Story(terrain.shape, kPoolTokens, seed), terrain_(terrain) {
+    if (terrain.rounds) round_queries();
+  }
+  [[nodiscard]] const AttentionShape& shape() const noexcept { return terrain_.shape; }
+  [[nodiscard]] const Terrain& terrain() const noexcept { return terrain_; }
+  /// Floats of a token's queries in a layer, or of its output.
+  [[nodiscard]] std::size_t row() const noexcept { return std::size_t{shape().q_heads} * shape().head_dim; }
+
+ private:
+  Terrain terrain_;
+};
 
 /// Something went wrong that may not; the message says what.
 class Failure : public std::runtime_error {
@@ -35,10 +47,19 @@ class Failure : public std::runtime_error {
 struct RoundStats {
   std::uint64_t sequences = 0;  ///< that joined
   std::uint64_t forwards = 0;   ///< that got to their end
+  std::uint64_t decoded = 0;    ///< tokens of them that were no prompt's
+  std::uint64_t replayed = 0;   ///< forwards that were recorded, once for all tokens
+  std::uint64_t delays = 0;     ///< of the device, between layers
+  std::uint64_t holds = 0;      ///< likewise, long ones
   std::uint64_t checked = 0;    ///< rows of a layer that were compared with float64
   std::uint64_t alone = 0;      ///< rows of all layers that were compared with those of the sequence alone
+  std::uint64_t rounded = 0;    ///< of them, those of which rounding decides what they attend, see Terrain
+  std::uint64_t unlike = 0;     ///< of these, those that attended something else
   std::uint64_t late = 0;       ///< forwards that failed because a thread was too late
-  std::uint64_t broken = 0;     ///< or the device could not do a part of them
+  std::uint64_t broken = 0;     ///< or the device could not do a part of them, or refused it
+  std::uint64_t unchosen = 0;   ///< or a thread that chooses found no memory
+  std::uint64_t slips = 0;      ///< that were not enqueued as they were planned
+  std::uint64_t unbuilt = 0;    ///< engines that were not built, as the device had no memory
   std::uint64_t failed = 0;     ///< forwards that failed, stalls of threads and slips of the caller alike
   std::uint64_t cancelled = 0;  ///< and that were taken back
   std::uint64_t refused = 0;    ///< calls for which there was no room

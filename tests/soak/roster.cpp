@@ -28,18 +28,24 @@ void require_error(Errc want, const std::string& what, const Call& call) {
 }  // namespace
 
 void drain(const Driven& driven) {
-  if (driven.stream == nullptr) return;
-  const auto event = driven.memory.create_event();
-  driven.stream->record(*event);  // Takes what has failed from the stream.
-  driven.stream->synchronize(deadline_after(driven.engine.options().timeout));
+  Stream* const stream = driven.ground.stream();
+  if (stream == nullptr) return;
+  const auto event = driven.ground.memory().create_event();
+  stream->record(*event);  // Takes what has failed from the stream.
+  stream->synchronize(deadline_after(driven.engine.options().timeout));
   require(driven.trouble || event->state() == Event::State::done, "the stream fails: " + event->reason());
 }
 
 Roster::Roster(const Driven& driven, Random& random, RoundStats& stats)
-    : driven_(driven), random_(random), stats_(stats), pages_(driven.engine.options()), last_(driven.engine.stats()) {}
+    : driven_(driven),
+      random_(random),
+      stats_(stats),
+      staging_(driven.ground.memory()),
+      pages_(driven.engine.options()),
+      last_(driven.engine.stats()) {}
 
 std::uint64_t Roster::stack_bytes() const noexcept {
-  return block_bytes(driven_.engine.options()) / kSoakShape.layers * pages_.stacks().layers();
+  return block_bytes(driven_.engine.options()) / driven_.pool.shape().layers * pages_.stacks().layers();
 }
 
 std::uint64_t Roster::blocks() const noexcept { return driven_.engine.options().host_bytes / stack_bytes(); }
@@ -156,22 +162,22 @@ void Roster::truncate(Sequence& sequence, std::uint32_t tokens) {
 
 void Roster::import_layers(const Sequence& sequence, std::span<const std::uint32_t> tokens, std::uint32_t queries,
                            std::uint32_t layers) {
+  const AttentionShape& shape = driven_.pool.shape();
   const auto count = static_cast<std::uint32_t>(tokens.size());
-  const std::size_t kv = std::size_t{kSoakShape.kv_heads} * kSoakShape.head_dim;
-  const auto buffer = driven_.memory.allocate_pinned(layers * count * (2 * kv + kSoakRow) * sizeof(float));
-  auto* at = reinterpret_cast<float*>(buffer->data());
+  const std::size_t kv = std::size_t{shape.kv_heads} * shape.head_dim;
+  float* at = staging_.room(layers * count * (2 * kv + driven_.pool.row()));
   const auto rows = [&](const float* (Pool::*of)(std::uint32_t, std::uint32_t) const, std::uint32_t layer,
                         std::uint32_t from, std::uint32_t heads) {
     const float* const begin = at;
     for (std::uint32_t i = from; i < count; ++i)
-      at = std::copy_n((driven_.pool.*of)(layer, tokens[i]), heads * kSoakShape.head_dim, at);
-    return dense_view(begin, DType::f32, count - from, heads, kSoakShape.head_dim);
+      at = std::copy_n((driven_.pool.*of)(layer, tokens[i]), heads * shape.head_dim, at);
+    return dense_view(begin, DType::f32, count - from, heads, shape.head_dim);
   };
   for (std::uint32_t layer = 0; layer < layers; ++layer) {
-    const TensorView k = rows(&Pool::k, layer, 0, kSoakShape.kv_heads);
-    const TensorView v = rows(&Pool::v, layer, 0, kSoakShape.kv_heads);
-    const TensorView q = rows(&Pool::q, layer, count - queries, kSoakShape.q_heads);
-    driven_.engine.import_prefix(sequence.id, LayerId{layer}, k, v, driven_.stream, q);
+    const TensorView k = rows(&Pool::k, layer, 0, shape.kv_heads);
+    const TensorView v = rows(&Pool::v, layer, 0, shape.kv_heads);
+    const TensorView q = rows(&Pool::q, layer, count - queries, shape.q_heads);
+    driven_.engine.import_prefix(sequence.id, LayerId{layer}, k, v, driven_.ground.handle(), q);
   }
   drain(driven_);  // One that was broken off is still to run.
 }
@@ -179,19 +185,20 @@ void Roster::import_layers(const Sequence& sequence, std::span<const std::uint32
 void Roster::import(Sequence& sequence) {
   const std::uint32_t most = std::min(driven_.engine.options().import_rows, kSoakTokens - sequence.planned());
   if (most == 0) return;
+  if (driven_.calm) driven_.calm();
   const std::vector<std::uint32_t> tokens = draw(1 + random_.below(std::min(most, 150u)));
   const auto count = static_cast<std::uint32_t>(tokens.size());
   const std::uint32_t queries = random_.below(2) == 0 ? 0 : random_.below(count + 1);
   const PlanItem item{.sequence = sequence.id, .tokens = count, .prefill = true};
   if (!has_room({&item, 1})) {
     require_error(Errc::out_of_capacity, "import without room",
-                  [&] { import_layers(sequence, tokens, queries, kSoakShape.layers); });
+                  [&] { import_layers(sequence, tokens, queries, driven_.pool.shape().layers); });
     ++stats_.refused;
     return;
   }
   const bool broken_off = random_.below(6) == 0;
   if (broken_off) {
-    import_layers(sequence, tokens, queries, 1 + random_.below(kSoakShape.layers - 1));
+    import_layers(sequence, tokens, queries, 1 + random_.below(driven_.pool.shape().layers - 1));
     pages_.grow(sequence.id, sequence.planned(), count);
     sequence.disturbed = true;
     sequence.queries_lost = true;
@@ -199,12 +206,12 @@ void Roster::import(Sequence& sequence) {
                   [&] { driven_.engine.truncate(sequence.id, sequence.settled); });
   }
   try {
-    import_layers(sequence, tokens, queries, kSoakShape.layers);
+    import_layers(sequence, tokens, queries, driven_.pool.shape().layers);
   } catch (const Error& error) {
     // What was to break a forward has broken this.
     if (error.code() != Errc::device || !driven_.trouble) throw;
     sequence.disturbed = sequence.queries_lost = true;
-    import_layers(sequence, tokens, queries, kSoakShape.layers);
+    import_layers(sequence, tokens, queries, driven_.pool.shape().layers);
   }
   if (!broken_off) pages_.grow(sequence.id, sequence.planned(), count);
   sequence.tokens.insert(sequence.tokens.end(), tokens.begin(), tokens.end());
@@ -236,7 +243,7 @@ void Roster::misuse(Sequence& sequence) {
   Bucket single = engine.options().largest;  // Which every policy may be in.
   single.drafts = 1;
   require_error(Errc::invalid_argument, "plan of a sequence twice",
-                [&] { (void)engine.plan(twice, single, driven_.stream); });
+                [&] { (void)engine.plan(twice, single, driven_.ground.handle()); });
   require_error(Errc::invalid_argument, "cancel of no forward", [&] { engine.cancel({.forward = 0, .bucket = {}}); });
   require_error(Errc::invalid_argument, "finish of no forward", [&] { engine.finish({.forward = 0, .bucket = {}}); });
   if (sequence.rests()) return;
@@ -253,6 +260,13 @@ bool Roster::has_room(std::span<const PlanItem> items) const {
     after.grow(item.sequence, (*sequence)->planned(), item.tokens);
   }
   return after.used() <= blocks();
+}
+
+void Roster::plan_in_vain(std::span<const PlanItem> items) {
+  for (const PlanItem& item : items) {
+    const auto sequence = std::ranges::find(sequences_, item.sequence, [](const auto& s) { return s->id; });
+    pages_.grow(item.sequence, (*sequence)->planned(), item.tokens);
+  }
 }
 
 void Roster::settle(const Sequence& sequence) { pages_.settle(sequence.id, sequence.settled); }

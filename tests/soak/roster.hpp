@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "tests/soak/model.hpp"
+#include "tests/soak/staging.hpp"
 #include "tests/support/random.hpp"
 
 namespace sluice::test {
@@ -16,12 +18,14 @@ namespace sluice::test {
 struct Driven {
   Engine& engine;
   const Pool& pool;
-  Device& memory;                         ///< of the tensors
-  Stream* stream = nullptr;               ///< null: at once
+  Ground& ground;
   std::span<const std::string> policies;  ///< that it serves
   std::uint64_t seed = 0;
-  std::function<void()> trouble;  ///< makes a forward fail, perhaps; empty: none does but by the caller's slips
+  std::uint64_t turns = 0;                     ///< at which sequences come and go, and a forward begins
+  std::chrono::microseconds longest_delay{0};  ///< of the device; 0: none
   std::function<void(const Sequence&)> compare_alone;
+  std::function<void()> trouble{};  ///< makes a forward fail, perhaps; empty: none does but by the caller's slips
+  std::function<void()> calm{};     ///< no call fails from now on; empty: none does
 };
 
 /// Waits until the stream has done everything, whether or not it could.
@@ -61,6 +65,8 @@ class Roster {
   [[nodiscard]] bool has_room(std::span<const PlanItem> items) const;
   /// Their tokens are planned from now on.
   void plan(Sequence& sequence, std::vector<std::uint32_t> tokens, bool prefill, std::uint32_t drafts);
+  /// The device has refused a plan of these: blocks that they would go on in are theirs.
+  void plan_in_vain(std::span<const PlanItem> items);
   /// What was planned for it has come to its end.
   void settle(const Sequence& sequence);
   [[nodiscard]] std::vector<std::uint32_t> draw(std::uint32_t count);
@@ -90,6 +96,7 @@ class Roster {
   const Driven& driven_;
   Random& random_;
   RoundStats& stats_;
+  Staging staging_;
   PageModel pages_;
   std::vector<std::unique_ptr<Sequence>> sequences_;
   std::vector<Parked> parked_;

@@ -37,11 +37,12 @@ void Roster::check_audit(const Sequence& sequence) const {
                                                  " tokens were audited instead of " + std::to_string(sequence.audited));
   for (std::size_t i = 0; i < report.heads.size(); ++i) {
     const HeadAudit& head = report.heads[i];
-    const auto layer = static_cast<std::uint32_t>(i / kSoakShape.q_heads);
+    const auto layer = static_cast<std::uint32_t>(i / driven_.pool.shape().q_heads);
     const Window window = window_of(sequence.spec, layer);
+    const double rounding = std::max(1e-3, 2 * driven_.pool.terrain().tolerance);
     const bool exact = sequence.spec.bypass_threshold == 0.f && !scheduler::corrects_scores(sequence.spec);
     require(head.bound_broken == 0 || !exact, "an error is larger than the bound: " + sequence.name());
-    require(!window.known || window.sinks < kSoakTokens || (head.coverage_min > 0.9999 && head.error < 1e-3),
+    require(!window.known || window.sinks < kSoakTokens || (head.coverage_min > 0.9999 && head.error < rounding),
             "a dense layer does not attend everything: " + sequence.name());
   }
 }

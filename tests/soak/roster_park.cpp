@@ -10,6 +10,7 @@
 namespace sluice::test {
 
 void Roster::park(Sequence& sequence) {
+  if (driven_.calm) driven_.calm();
   Parked parked;
   parked.area.resize(driven_.engine.park_bytes(sequence.id));
   require(driven_.engine.park(sequence.id, parked.area) == parked.area.size(),
@@ -31,7 +32,8 @@ void Roster::visit_elsewhere(const Parked& parked) {
   options.near_bytes = 0;
   options.sequences = options.cpu_sequences = options.in_flight = options.threads = 1;
   options.before_answer = {};
-  options.host_bytes = (div_up(kSoakTokens, options.page_tokens) + 1) * kSoakShape.layers * block_bytes(options);
+  options.host_bytes =
+      (div_up(kSoakTokens, options.page_tokens) + 1) * driven_.pool.shape().layers * block_bytes(options);
   Engine other(options);
   const SequenceId id = other.resume(parked.area);
   std::vector<std::byte> again(other.park_bytes(id));
@@ -42,6 +44,7 @@ void Roster::visit_elsewhere(const Parked& parked) {
 
 void Roster::resume() {
   if (parked_.empty()) return;
+  if (driven_.calm) driven_.calm();
   Parked& parked = parked_[random_.below(static_cast<std::uint32_t>(parked_.size()))];
   Sequence& sequence = *parked.sequence;
   SequenceId id{};

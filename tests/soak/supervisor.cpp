@@ -59,18 +59,14 @@ int supervised(const std::function<int()>& work, const Stops& stops) {
     ::_exit(code);
   }
   Random random(stops.seed);
-  std::uint64_t stopped = 0;
   for (;;) {
     const milliseconds gap = stops.every.count() == 0 ? milliseconds(1000) : up_to(2 * stops.every, random);
     const std::optional<int> code = ended_within(child, gap);
-    if (code) {
-      std::printf("soak: stopped and resumed %llu times\n", static_cast<unsigned long long>(stopped));
-      return *code;
-    }
+    if (code) return *code;
     if (stops.every.count() == 0) continue;
-    ++stopped;
     ::kill(child, SIGSTOP);
     std::this_thread::sleep_for(up_to(stops.longest, random));
+    ++shared_doing().stops;
     ::kill(child, SIGCONT);
   }
 }

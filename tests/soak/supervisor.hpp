@@ -18,6 +18,7 @@ struct Stops {
 struct Doing {
   std::atomic<std::uint64_t> round{0};
   std::atomic<const char*> kind{""};  ///< of the program itself
+  std::atomic<std::uint64_t> stops{0};  ///< so far
 };
 [[nodiscard]] Doing& shared_doing();
 

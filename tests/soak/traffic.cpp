@@ -9,8 +9,8 @@
 namespace sluice::test {
 namespace {
 
-constexpr int kSteps = 60;
 constexpr double kStepsPerArrival = 3.0;
+constexpr std::size_t kBucketsRecorded = 2;
 
 }  // namespace
 
@@ -20,12 +20,30 @@ Traffic::Traffic(const Driven& driven)
       roster_(driven_, random_, stats_),
       unplanned_(driven.engine.stats().unplanned) {
   const EngineOptions& options = driven.engine.options();
-  for (std::uint32_t i = 0; i <= options.in_flight; ++i)
-    tensors_.emplace_back(driven.memory, kSoakShape, options.largest.rows());
+  Device& memory = driven.ground.memory();
+  for (std::uint32_t i = 0; i <= options.in_flight; ++i) {
+    tensors_.emplace_back(memory, driven_.pool.shape(), options.largest.rows());
+    if (driven.ground.stream() != nullptr) enqueued_.push_back(memory.create_event());
+  }
+  while (buckets_.size() < kBucketsRecorded) {
+    Bucket bucket = draw_bucket(false);
+    bucket.decode_rows = std::max(bucket.decode_rows, bucket.drafts);
+    bucket.prefill_rows = bucket.prefills = 0;
+    buckets_.push_back(bucket);
+  }
+}
+
+Traffic::~Traffic() {
+  Stream* const stream = driven_.ground.stream();
+  try {
+    if (stream != nullptr) stream->synchronize(deadline_after(kSoakTimeout));
+  } catch (const std::exception&) {
+    // Only after a failure, which has been told.
+  }
 }
 
 void Traffic::run() {
-  for (int i = 0; i < kSteps; ++i) {
+  for (std::uint64_t turn = 0; turn < driven_.turns; ++turn) {
     arrive();
     change();
     step();
@@ -142,7 +160,9 @@ void Traffic::step() {
 void Traffic::slip() {
   constexpr Slip kSlips[] = {Slip::not_enqueued, Slip::half, Slip::twice, Slip::other_bucket};
   const Slip slip = kSlips[random_.below(4)];
-  if (!start(slip, false) || slip == Slip::twice || slip == Slip::other_bucket) return;
+  if (!start(slip, false)) return;
+  ++stats_.slips;
+  if (slip == Slip::twice || slip == Slip::other_bucket) return;
   // What is planned behind one that was not enqueued whole makes it fail; otherwise nothing but this ends it.
   const bool behind = flights_.size() < driven_.engine.options().in_flight && random_.below(3) != 0;
   const std::size_t last = flights_.size() - 1;
@@ -150,9 +170,12 @@ void Traffic::slip() {
 }
 
 void Traffic::replay_without_plan() {
+  if (driven_.calm) driven_.calm();
   Flight flight{.batch = {}, .bucket = draw_bucket(false), .tensors = free_tensors(), .parts = {}};
+  draw_recorded(flight);
+  Recorded* const replay = recorded(flight.recorded, flight.tensors);
   tensors_[flight.tensors].spoil();
-  tensors_[flight.tensors].attend(driven_.engine, flight.bucket, driven_.stream);
+  replay != nullptr ? replay->replay() : enqueue_layers(flight, driven_.pool.shape().layers);
   drain(driven_);
   if (driven_.engine.stats().unplanned != ++unplanned_) throw Failure("a replay without a plan is not counted");
   for (std::uint32_t row = 0; row < flight.bucket.rows(); ++row) {
@@ -173,7 +196,7 @@ void Traffic::audit() {
   const PlanItem item{.sequence = sequence == nullptr ? SequenceId{} : sequence->id};
   if (sequence != nullptr && driven_.engine.options().in_flight > 1) {
     try {
-      (void)driven_.engine.plan({&item, 1}, single, driven_.stream);
+      (void)driven_.engine.plan({&item, 1}, single, driven_.ground.handle());
       throw Failure("something is planned beside an audited forward");
     } catch (const Error& error) {
       if (error.code() != Errc::invalid_argument) throw;

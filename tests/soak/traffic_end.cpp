@@ -2,10 +2,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <string_view>
+#include <thread>
 #include <utility>
 
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
+#include "sluice/run_clock.hpp"
 #include "tests/soak/traffic.hpp"
 
 namespace sluice::test {
@@ -56,7 +59,7 @@ Flight Traffic::take(std::size_t index) {
 }
 
 void Traffic::complete(std::size_t index) {
-  const Flight flight = take(index);
+  Flight flight = take(index);
   std::string why;
   try {
     const auto begin = std::chrono::steady_clock::now();
@@ -67,6 +70,7 @@ void Traffic::complete(std::size_t index) {
     if (error.code() != Errc::device || !(flight.doomed || driven_.trouble)) throw;
   }
   if (why.empty() && flight.doomed) throw Failure("a forward got to its end that must fail");
+  if (why.find("could not choose") != std::string::npos) return retract_unchosen(std::move(flight), why);
   why.empty() ? succeed(flight) : fail(flight, why);
 }
 
@@ -75,6 +79,7 @@ void Traffic::land_all() {
 }
 
 void Traffic::succeed(const Flight& flight) {
+  await_outputs(flight);
   ++stats_.forwards;
   finished_ = std::max(finished_, flight.batch.forward);
   const ForwardTensors& tensors = tensors_[flight.tensors];
@@ -86,9 +91,9 @@ void Traffic::succeed(const Flight& flight) {
     for (std::uint32_t i = 0; i < part.count; ++i) {
       if (part.prefill && i != 0 && i != some && i + 1 != part.count) continue;  // All would take too long.
       std::vector<float> out = tensors.out(part.row + i);
-      for (std::uint32_t layer = 0; layer < kSoakShape.layers; ++layer)
+      for (std::uint32_t layer = 0; layer < driven_.pool.shape().layers; ++layer)
         require_right(driven_.pool, sequence, part.first + i, layer, window_of_row(options, flight, part, i, layer),
-                      std::span(out).subspan(layer * kSoakRow, kSoakRow), stats_);
+                      std::span(out).subspan(layer * driven_.pool.row(), driven_.pool.row()), stats_);
       // What `automatic` does depends on which chunks were finished in time.
       const bool repeatable = !part.prefill || options.prefill.mode != PrefillMode::automatic;
       if (sequence.sampled && repeatable) sequence.said.push_back({.call = part.call, .row = i, .out = std::move(out)});
@@ -99,6 +104,7 @@ void Traffic::succeed(const Flight& flight) {
     if (part.prefill && part.count >= scheduler::prompt_queries(sequence.spec) && part.retracted == sequence.retracted)
       sequence.queries_lost = false;
     sequence.audited += flight.bucket.audit && !part.prefill ? part.count : 0;
+    stats_.decoded += part.prefill ? 0 : part.count;
     if (part.right != part.count) sequence.keep = std::min(sequence.keep, part.first + part.right);
     rows += part.count;
   }
@@ -112,10 +118,12 @@ void Traffic::fail(const Flight& flight, const std::string& why) {
   const bool broken = why.find("could not do a part") != std::string::npos;
   ++stats_.failed;
   stats_.broken += broken ? 1 : 0;
-  stats_.late += why.find("not answered in time") != std::string::npos ? 1 : 0;
+  const bool late = why.find("not answered in time") != std::string::npos;
+  stats_.late += late ? 1 : 0;
   require_named(flight, why);
   // Of one that was left off before its end, the device may not have been able to do a part, too.
-  const bool partly = broken || (flight.slip != Slip::none && driven_.trouble);
+  const bool partly =
+      broken || (late && driven_.pool.terrain().in_parts) || (flight.slip != Slip::none && driven_.trouble);
   drain(driven_);  // What it enqueued in vain may still run.
   for (const Part& part : flight.parts) {
     for (std::uint32_t i = 0; i < part.count; ++i) require_no_more(flight, part, i, partly);
@@ -125,23 +133,53 @@ void Traffic::fail(const Flight& flight, const std::string& why) {
   if (!flights_.empty()) land_all();  // Nothing that is planned behind them could succeed.
 }
 
-void Traffic::require_no_more(const Flight& flight, const Part& part, std::uint32_t row, bool broken) const {
+void Traffic::await_outputs(const Flight& flight) const {
+  if (enqueued_.empty()) return;
+  const Event& end = *enqueued_[flight.tensors];
+  const Deadline deadline = deadline_after(kSoakTimeout);
+  while (end.state() == Event::State::pending) {
+    if (RunClock::now() >= deadline) throw Failure("a forward has ended, and its stream does not get there");
+    std::this_thread::yield();
+  }
+  if (end.state() != Event::State::done && !driven_.trouble) throw Failure("a forward has ended; " + end.reason());
+}
+
+void Traffic::retract_unchosen(Flight flight, const std::string& why) {
+  ++stats_.failed;
+  ++stats_.unchosen;
+  constexpr std::string_view kFirst = "forward ";
+  const std::uint64_t first = std::stoull(why.substr(why.find(kFirst) + kFirst.size()));
+  if (why.find(" and those behind it were taken back") == std::string::npos) throw Failure("not said: " + why);
+  flights_.push_back(std::move(flight));
+  for (const Part& part : flights_.back().parts) ++part.sequence->in_flight;
+  std::ranges::sort(flights_, {}, [](const Flight& each) { return each.batch.forward; });
+  while (!flights_.empty() && flights_.back().batch.forward >= first) {
+    const Flight last = take(flights_.size() - 1);
+    require_named(last, why);
+    retract(last, true);
+    for (const Part& part : last.parts) part.sequence->uncertain |= scheduler::remembers(part.sequence->spec);
+  }
+}
+
+void Traffic::require_no_more(const Flight& flight, const Part& part, std::uint32_t row, bool partly) const {
+  const std::uint32_t layers = driven_.pool.shape().layers;
+  const std::size_t floats = driven_.pool.row();
   const std::vector<float> out = tensors_[flight.tensors].out(part.row + row);
-  const auto values = [&](std::uint32_t layer) { return std::span(out).subspan(layer * kSoakRow, kSoakRow); };
+  const auto values = [&](std::uint32_t layer) { return std::span(out).subspan(layer * floats, floats); };
   const auto none = [&](std::uint32_t layer) {
     return all_nan(values(layer)) || (flight.slip != Slip::none && untouched(values(layer)));
   };
   std::uint32_t end = 0;  // Of layers that have outputs.
-  while (end < kSoakShape.layers && !none(end)) ++end;
-  for (std::uint32_t layer = end; layer < kSoakShape.layers; ++layer) {
+  while (end < layers && !none(end)) ++end;
+  for (std::uint32_t layer = end; layer < layers; ++layer) {
     if (!none(layer)) throw Failure("a forward that failed goes on: " + part.sequence->story());
   }
   // A chunk may have been attended before the far part of other rows was too late.
-  if (end == kSoakShape.layers && !part.prefill && !broken)
+  if (end == layers && !part.prefill && !partly)
     throw Failure("a forward that failed has all of a row's outputs: " + part.sequence->story());
   RoundStats ignored;
   // Of a layer that could not be done there may be a part.
-  for (std::uint32_t layer = 0; layer + (broken ? 1 : 0) < end; ++layer)
+  for (std::uint32_t layer = 0; layer + (partly ? 1 : 0) < end; ++layer)
     require_right(driven_.pool, *part.sequence, part.first + row, layer,
                   window_of_row(driven_.engine.options(), flight, part, row, layer), values(layer), ignored);
 }

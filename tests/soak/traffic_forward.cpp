@@ -109,39 +109,63 @@ void Traffic::fill(Flight& flight, std::vector<PlanItem>& items, std::vector<std
 bool Traffic::plan(Flight& flight, const std::vector<PlanItem>& items) {
   const bool room = roster_.has_room(items);
   try {
-    flight.batch = driven_.engine.plan(items, flight.bucket, driven_.stream);
+    flight.batch = driven_.engine.plan(items, flight.bucket, driven_.ground.handle());
   } catch (const Error& error) {
-    const std::string text = error.what();
     if (error.code() == Errc::out_of_capacity && !room) {
-      ++stats_.refused;
-      const Slip last = flights_.empty() ? Slip::none : flights_.back().slip;
-      if (last == Slip::not_enqueued || last == Slip::half) return false;  // It never ends by itself.
-      if (!flights_.empty()) {
-        land_all();
-      } else if (Sequence* const one = roster_.resting()) {
-        roster_.end(*one);
-      }
-      return false;
+      make_room();
+    } else if (!driven_.trouble || !refused(error, items)) {
+      throw;
     }
-    // A prompt did not come in, and a policy is to look at it.
-    if (!driven_.trouble || text.find("finish it first") == std::string::npos) throw;
-    const std::uint64_t failed = stats_.failed;
-    land_all();
-    if (stats_.failed == failed) throw Failure("no forward failed, and yet " + text);
     return false;
   }
   if (!room) throw Failure("a forward is planned for which there are no blocks");
   return true;
 }
 
+void Traffic::make_room() {
+  ++stats_.refused;
+  const Slip last = flights_.empty() ? Slip::none : flights_.back().slip;
+  if (last == Slip::not_enqueued || last == Slip::half) return;  // It never ends by itself.
+  if (!flights_.empty()) {
+    land_all();
+  } else if (Sequence* const one = roster_.resting()) {
+    roster_.end(*one);
+  }
+}
+
+bool Traffic::refused(const Error& error, const std::vector<PlanItem>& items) {
+  const std::string text = error.what();
+  if (text.find("the soak refuses") != std::string::npos) {
+    ++stats_.broken;
+    ++stats_.failed;
+    roster_.plan_in_vain(items);
+    return true;
+  }
+  if (text.find("no more host memory") != std::string::npos) {  // A thread looked at a prompt.
+    ++stats_.unchosen;
+    ++stats_.failed;
+    return true;
+  }
+  // A prompt did not come in, and a policy is to look at it.
+  if (text.find("finish it first") == std::string::npos) return false;
+  const std::uint64_t failed = stats_.failed;
+  land_all();
+  if (stats_.failed == failed) throw Failure("no forward failed, and yet " + text);
+  return true;
+}
+
 bool Traffic::start(Slip slip, bool audit) {
   Flight flight{.batch = {}, .bucket = draw_bucket(audit), .tensors = free_tensors(), .parts = {}, .slip = slip};
+  if (slip == Slip::none && !audit) draw_recorded(flight);
   flight.doomed = slip != Slip::none || any_doomed();
   std::vector<PlanItem> items;
   std::vector<std::vector<std::uint32_t>> tokens;
   tensors_[flight.tensors].spoil();
   fill(flight, items, tokens);
   if (items.empty() && random_.below(4) != 0) return false;
+  // Of a forward that is recorded nothing is enqueued yet.
+  Recorded* const replay = recorded(flight.recorded, flight.tensors);
+  if (replay == nullptr) flight.recorded = kNone;
   const Watch watch(stats_.seconds);
   if (!plan(flight, items)) return false;
   for (std::size_t i = 0; i < flight.parts.size(); ++i) {
@@ -151,29 +175,80 @@ bool Traffic::start(Slip slip, bool audit) {
     roster_.plan(*part.sequence, std::move(tokens[i]), part.prefill, flight.bucket.drafts);
   }
   flights_.push_back(std::move(flight));
-  enqueue(flights_.back());
+  return enqueue(flights_.back());
+}
+
+void Traffic::draw_recorded(Flight& flight) {
+  if (random_.below(2) == 0) return;
+  flight.recorded = random_.below(static_cast<std::uint32_t>(buckets_.size()));
+  flight.bucket = buckets_[flight.recorded];
+}
+
+Recorded* Traffic::recorded(std::uint32_t bucket, std::uint32_t tensors) {
+  if (bucket == kNone) return nullptr;
+  const auto [place, added] = recorded_.try_emplace({bucket, tensors});
+  if (added) {
+    place->second = driven_.ground.record([this, bucket, tensors](void* handle) {
+      for (std::uint32_t layer = 0; layer < driven_.pool.shape().layers; ++layer)
+        enqueue_layer(tensors, buckets_[bucket], layer, handle);
+    });
+  }
+  return place->second.get();
+}
+
+void Traffic::delay(void* handle) {
+  constexpr std::chrono::milliseconds kLongestHold{30};
+  if (driven_.longest_delay.count() == 0 || random_.below(4) != 0) return;
+  const bool holds = random_.below(100) == 0;
+  const std::chrono::microseconds longest = holds ? kLongestHold : driven_.longest_delay;
+  ++(holds ? stats_.holds : stats_.delays);
+  const std::chrono::microseconds time(1 + random_.below(static_cast<std::uint32_t>(longest.count())));
+  driven_.ground.delay(handle, time);
+}
+
+void Traffic::enqueue_layer(std::uint32_t tensors, const Bucket& bucket, std::uint32_t layer, void* handle) {
+  delay(handle);
+  tensors_[tensors].attend_layer(driven_.engine, bucket, layer, handle);
+}
+
+void Traffic::enqueue_layers(const Flight& flight, std::uint32_t count) {
+  for (std::uint32_t layer = 0; layer < count; ++layer)
+    enqueue_layer(flight.tensors, flight.bucket, layer, driven_.ground.handle());
+}
+
+bool Traffic::enqueue(const Flight& flight) {
+  try {
+    enqueue_as(flight);
+  } catch (const Error& error) {
+    if (error.code() != Errc::device || !driven_.trouble || !driven_.ground.refuses()) throw;
+    ++stats_.broken;
+    ++stats_.failed;
+    cancel(flights_.size() - 1);
+    return false;
+  }
+  if (!enqueued_.empty()) driven_.ground.stream()->record(*enqueued_[flight.tensors]);
   return true;
 }
 
-void Traffic::enqueue(const Flight& flight) {
-  ForwardTensors& tensors = tensors_[flight.tensors];
-  const auto layers = [&](std::uint32_t count) {
-    for (std::uint32_t layer = 0; layer < count; ++layer)
-      tensors.attend_layer(driven_.engine, flight.bucket, layer, driven_.stream);
-  };
+void Traffic::enqueue_as(const Flight& flight) {
+  const std::uint32_t all = driven_.pool.shape().layers;
   switch (flight.slip) {
-    case Slip::none: return tensors.attend(driven_.engine, flight.bucket, driven_.stream);
+    case Slip::none:
+      if (flight.recorded == kNone) return enqueue_layers(flight, all);
+      ++stats_.replayed;
+      return recorded(flight.recorded, flight.tensors)->replay();
     case Slip::not_enqueued: return;
-    case Slip::half: return layers(1 + random_.below(kSoakShape.layers - 1));
+    case Slip::half: return enqueue_layers(flight, 1 + random_.below(all - 1));
     case Slip::twice:
-      layers(1);
-      ++unplanned_;  // Its second beginning.
-      return layers(kSoakShape.layers);
+      enqueue_layers(flight, 1);
+      enqueue_layers(flight, all);
+      ++unplanned_;  // Its second beginning, if all of that is enqueued.
+      return;
     case Slip::other_bucket: {
-      Bucket other = driven_.engine.options().largest;
-      other.audit = false;
-      if (other == flight.batch.bucket) other.max_tokens -= driven_.engine.options().page_tokens;
-      return tensors.attend(driven_.engine, other, driven_.stream);
+      Flight other = {.batch = {}, .bucket = driven_.engine.options().largest, .tensors = flight.tensors, .parts = {}};
+      other.bucket.audit = false;
+      if (other.bucket == flight.batch.bucket) other.bucket.max_tokens -= driven_.engine.options().page_tokens;
+      return enqueue_layers(other, all);
     }
   }
 }
