@@ -120,10 +120,11 @@ __device__ void put_out(const ForwardLayer& layer, std::byte* row, std::uint32_t
 }
 
 /// Thread block i: row i / kv_heads, KV head i % kv_heads. `kTeams`: rows are teams. `rest_parts`: of what rows leave.
-/// The layer's foresight has been used: its candidates are no more, and centers move.
+/// `linked`: as in ForwardScratch, null if there is none. The layer's foresight has been used: its candidates are no
+/// more, and centers move.
 template <bool kTeams>
 __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardLayer& layer,
-                      const RestParts& rest_parts) {
+                      const RestParts& rest_parts, const std::uint32_t* linked) {
   __shared__ Weights weights[kMaxGroup];
   __shared__ float rest_lse[kMaxGroup];
   __shared__ ForwardStatus status;
@@ -147,6 +148,7 @@ __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, con
   const std::uint32_t packed = chooses.at;
   const std::uint32_t near_listed = m.near_counts[blockIdx.x];
   const std::uint32_t far_listed = m.far_listed[blockIdx.x];
+  const bool far_is_linked = linked != nullptr && linked[blockIdx.x] != 0;
   const auto rest_out = [&](std::uint32_t at) { return rest_value(m, blockIdx.x, at % head_dim, rest_parts.means); };
   float4 rests = rest_out(4 * threadIdx.x);
   for (std::uint32_t h = threadIdx.x / kWarp; h < group && threadIdx.x / kWarp != kWaiter; h += kWaiter) {
@@ -165,8 +167,10 @@ __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, con
   if ((!goes_on && status != ForwardStatus::abandoned) || list == kNone) return;
   // Whether there is anything in a list that the CPU has added to, the answer says. A team's rows see themselves.
   const bool asks = chooses.in(layer.layer, m.window).asks != 0;
-  const bool has_near = goes_on && (kTeams || near_listed != 0);
-  const bool has_far = goes_on && (asks || far_listed != m.fetched_of(far_listed));
+  // Few far rows are among what was attended near, and the CPU knows of none.
+  const bool linked_far = !asks && far_is_linked;
+  const bool has_near = goes_on && (kTeams || near_listed != 0 || (linked_far && far_listed != 0));
+  const bool has_far = goes_on && (asks || (!linked_far && far_listed != m.fetched_of(far_listed)));
   const std::uint32_t heads = kTeams ? chooses.drafts * own : group;
   const std::uint32_t fetches = goes_on && m.fetches() ? m.fetch_heads[blockIdx.x] : 0;
   // What the CPU has just written is read once, in wide words, and all of it at once: each way over the link is long.
@@ -206,10 +210,10 @@ __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, con
 template <bool kTeams>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
-                 const __grid_constant__ ForwardLayer layer, const RestParts rest_parts) {
+                 const __grid_constant__ ForwardLayer layer, const RestParts rest_parts, const std::uint32_t* linked) {
   detail::wait_for_kernel_before();
   const std::uint32_t merges = m.bucket.decode_rows * m.shape.kv_heads;
-  if (blockIdx.x < merges) return merge<kTeams>(m, scratch, layer, rest_parts);
+  if (blockIdx.x < merges) return merge<kTeams>(m, scratch, layer, rest_parts, linked);
   near::promote<false>(m, scratch, layer.layer, blockIdx.x - merges);
 }
 
@@ -226,7 +230,7 @@ void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scr
   }
   OverlappingLaunch(merges + promotes, kThreads, 0, static_cast<cudaStream_t>(layer.stream), 1, before)
       .run(memory.drafts == 1 ? merge_kernel<false> : merge_kernel<true>, "launch the merge kernel of a forward",
-           memory, scratch, layer, parts);
+           memory, scratch, layer, parts, link_rows_of(memory, scratch) != 0 ? scratch.linked : nullptr);
 }
 
 void load_forward_kernels() {
