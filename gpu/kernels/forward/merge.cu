@@ -146,9 +146,12 @@ __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, con
   const ForwardRow chooses = m.rows[row];
   const std::uint32_t list = chooses.list;
   const std::uint32_t packed = chooses.at;
-  const std::uint32_t near_listed = m.near_counts[blockIdx.x];
-  const std::uint32_t far_listed = m.far_listed[blockIdx.x];
-  const bool far_is_linked = linked != nullptr && linked[blockIdx.x] != 0;
+  std::uint32_t near_listed = m.near_counts[blockIdx.x];
+  std::uint32_t far_listed = m.far_listed[blockIdx.x];
+  if (linked != nullptr && linked[blockIdx.x] != 0) {  // Few far rows were attended with near ones.
+    near_listed += far_listed;
+    far_listed = 0;
+  }
   const auto rest_out = [&](std::uint32_t at) { return rest_value(m, blockIdx.x, at % head_dim, rest_parts.means); };
   float4 rests = rest_out(4 * threadIdx.x);
   for (std::uint32_t h = threadIdx.x / kWarp; h < group && threadIdx.x / kWarp != kWaiter; h += kWaiter) {
@@ -167,10 +170,8 @@ __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, con
   if ((!goes_on && status != ForwardStatus::abandoned) || list == kNone) return;
   // Whether there is anything in a list that the CPU has added to, the answer says. A team's rows see themselves.
   const bool asks = chooses.in(layer.layer, m.window).asks != 0;
-  // Few far rows are among what was attended near, and the CPU knows of none.
-  const bool linked_far = !asks && far_is_linked;
-  const bool has_near = goes_on && (kTeams || near_listed != 0 || (linked_far && far_listed != 0));
-  const bool has_far = goes_on && (asks || (!linked_far && far_listed != m.fetched_of(far_listed)));
+  const bool has_near = goes_on && (kTeams || near_listed != 0);
+  const bool has_far = goes_on && (asks || far_listed != m.fetched_of(far_listed));
   const std::uint32_t heads = kTeams ? chooses.drafts * own : group;
   const std::uint32_t fetches = goes_on && m.fetches() ? m.fetch_heads[blockIdx.x] : 0;
   // What the CPU has just written is read once, in wide words, and all of it at once: each way over the link is long.
