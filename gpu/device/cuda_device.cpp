@@ -148,7 +148,7 @@ CudaDevice::CudaDevice(const CudaDeviceOptions& options) {
   multiprocessors_ = static_cast<std::uint32_t>(properties.multiProcessorCount);
   const KernelLimits limits = load_kernels_for(properties);
   backend_ = std::make_unique<Backend>(multiprocessors_, limits);
-  forward_verbs_ = std::make_unique<ForwardVerbs>(options.ordinal, multiprocessors_, limits);
+  forward_verbs_ = std::make_unique<ForwardVerbs>(options.ordinal, multiprocessors_, limits, options.link_rows);
   core_ = std::make_shared<DeviceCore>(options, limit);
   const HandoverFacts handover = handover_facts(options.ordinal, core_->memory_operations);
   info_.handover = advised_handover(handover);

@@ -106,6 +106,7 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   choice.block_heads = variant_of(memory).heads();
   choice.multiprocessors = multiprocessors_;
   choice.split = limits_.split;
+  choice.link_rows = link_rows_;
   choice.job_count = jobs_of(memory, memory.bucket.decode_rows);
   choice.slices = near_slices(memory, choice.job_count, multiprocessors_);
   if (memory.fetches()) choice.fetch_slices = fetch_slices(memory, choice.job_count, multiprocessors_);
@@ -152,6 +153,7 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   if (jobs != 0)
     choice.partials =
         carver.take<float>(std::uint64_t{kAttend.max_slices} * variant_of(rows).heads() * (memory.shape.head_dim + 1));
+  choice.linked = carver.take<std::uint32_t>(heads);
   choice.far_rows = carver.take<std::uint32_t>(std::uint64_t{heads} * rows.list_room());
   if (memory.fetches()) choice.fetched = carver.take<std::uint32_t>(std::uint64_t{heads} * rows.list_room());
   if (largest.prefills != 0) {

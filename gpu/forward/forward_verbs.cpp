@@ -48,8 +48,13 @@ void launch_in_turns(const ForwardMemory& memory, const ForwardScratch& scratch,
 
 }  // namespace
 
-ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors, const KernelLimits& limits)
-    : ordinal_(ordinal), multiprocessors_(multiprocessors), limits_(limits), sight_(make_stream(0)) {}
+ForwardVerbs::ForwardVerbs(int ordinal, std::uint32_t multiprocessors, const KernelLimits& limits,
+                           std::uint32_t link_rows)
+    : ordinal_(ordinal),
+      multiprocessors_(multiprocessors),
+      limits_(limits),
+      link_rows_(link_rows),
+      sight_(make_stream(0)) {}
 
 std::unique_ptr<sluice::ForwardSide> ForwardVerbs::make_side() { return std::make_unique<ForwardSide>(ordinal_); }
 

@@ -16,7 +16,8 @@ namespace sluice::gpu {
 /// multiple of 8 tokens, up to 32 query heads per KV head; sparse prompts of TunedHeadDims.
 class ForwardVerbs final : public sluice::ForwardVerbs {
  public:
-  ForwardVerbs(int ordinal, std::uint32_t multiprocessors, const KernelLimits& limits);
+  /// @param link_rows  CudaDeviceOptions::link_rows
+  ForwardVerbs(int ordinal, std::uint32_t multiprocessors, const KernelLimits& limits, std::uint32_t link_rows);
 
   [[nodiscard]] bool sparse_prefill(const AttentionShape& shape) const noexcept override {
     return TunedHeadDims::has(shape.head_dim);
@@ -71,6 +72,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   int ordinal_;
   std::uint32_t multiprocessors_;
   KernelLimits limits_;
+  std::uint32_t link_rows_;
   StreamHandle sight_;  ///< of see_near
 };
 

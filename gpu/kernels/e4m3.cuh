@@ -77,5 +77,15 @@ __device__ __forceinline__ uint2 bf16_of_codes(std::uint32_t codes) {
   };
   return make_uint2(widen(__byte_perm(codes, 0, 0x1404)), widen(__byte_perm(codes, 0, 0x3424)));
 }
+/// The same times the scale of their row, as unfold_codes has it: products with a power of two are exact.
+__device__ __forceinline__ uint2 bf16_of_codes(std::uint32_t codes, float scale) {
+  const __nv_bfloat162 of_row = __bfloat162bfloat162(__float2bfloat16(scale));
+  const auto times = [&](std::uint32_t pair) {
+    const __nv_bfloat162 value = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pair), of_row);
+    return *reinterpret_cast<const std::uint32_t*>(&value);
+  };
+  const uint2 plain = bf16_of_codes(codes);
+  return make_uint2(times(plain.x), times(plain.y));
+}
 
 }  // namespace sluice::gpu::detail

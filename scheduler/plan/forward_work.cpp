@@ -105,6 +105,7 @@ class WorkList {
       near_ = rounded(shares_.near * tokens_.attended);
       elsewhere_ = rounded(tokens_.attended) - std::min(near_, rounded(tokens_.attended));
       fetched_ = streams() ? elsewhere_ : std::min(elsewhere_, cut_of(place_, rows_, shares_, layer_));
+      linked_ = std::min(elsewhere_ - fetched_, rounded(shares_.linked * tokens_.attended));
       for (const Stage stage : stages_of(place_.bucket, place_.promotes, fetch_share())) add(stage);
     }
     return std::move(items_);
@@ -154,7 +155,8 @@ class WorkList {
     if (stage == Stage::split) add_split();
     if (stage == Stage::attend) {
       put(stage, Lane::device, tokens_.choosing, near_bytes() * near_);
-      if (place_.bucket.whole && elsewhere_ != 0) put(stage, Lane::link, tokens_.choosing, far_bytes() * elsewhere_);
+      const std::uint64_t over_link = place_.bucket.whole ? elsewhere_ : linked_;
+      if (over_link != 0) put(stage, Lane::link, tokens_.choosing, far_bytes() * over_link);
     }
     if (stage == Stage::promote) {
       // Nobody waits for rows that come near: that is done beside the next forward.
@@ -210,7 +212,7 @@ class WorkList {
 
   /// The CPU's part goes on beside the device's.
   void add_split() {
-    const std::uint64_t in_place = elsewhere_ - fetched_;
+    const std::uint64_t in_place = elsewhere_ - fetched_ - linked_;
     const bool asks = in_place != 0 || tokens_.asking != 0;
     put(Stage::split, Lane::device, tokens_.choosing, 0, 4 * near_);
     if (asks) put(Stage::split, Lane::link, tokens_.choosing, 0, 4 * in_place);
@@ -251,7 +253,8 @@ class WorkList {
   LayerTokens tokens_;
   std::uint64_t near_ = 0;       ///< tokens of the layer
   std::uint64_t elsewhere_ = 0;  ///< likewise, attended by the CPU or over the link
-  std::uint64_t fetched_ = 0;    ///< of these, over the link
+  std::uint64_t fetched_ = 0;    ///< of these, over the link, by `fetch`
+  std::uint64_t linked_ = 0;     ///< likewise, by `attend`
   std::vector<std::uint32_t> before_, added_;
   std::vector<std::uint32_t> beside_;  ///< what runs beside `merge`
   std::vector<std::uint32_t> answer_;  ///< what is to be waited for beside the device's own work
@@ -304,6 +307,8 @@ WorkShares shares_of(const WorkPlace& place, std::span<const ForwardRow> rows, c
   const double all = near + since(&EngineStats::far_tokens) + since(&EngineStats::fetched_tokens);
   WorkShares shares;
   if (all != 0.0) shares.near = near / all;
+  const bool fetches = place.placement == PlacementMode::stream || place.fetch_share != 0;
+  if (all != 0.0 && !fetches && !place.bucket.whole) shares.linked = since(&EngineStats::fetched_tokens) / all;
   if (most > least) shares.chosen = std::clamp((all - least) / (most - least), 0.0, 1.0);
   shares.promoted = since(&EngineStats::promoted) / (static_cast<double>(place.shape.layers) * place.shape.kv_heads);
   if (asking != 0.0) shares.scored = since(&EngineStats::scored) / asking;

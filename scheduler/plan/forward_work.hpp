@@ -49,6 +49,7 @@ class StageList {
 /// heads of a group chose the same token.
 struct WorkShares {
   double near = 0.0;      ///< of the tokens that rows attend, those that lie near
+  double linked = 0.0;    ///< likewise, few far ones that `attend` reads over the link, where there is no stage for it
   double chosen = 1.0;    ///< of the tokens beyond sinks and recent ones that a row may attend, those that it does
   double promoted = 0.0;  ///< tokens brought near, of each layer and KV head
   double scored = 0.0;    ///< keys that the CPU reads to choose, of each row, layer and KV head that it chooses for
@@ -75,7 +76,7 @@ struct WorkShares {
 /// | split      | device | writes 4 per near token                                                                 |
 /// |            | link   | writes 4 per far token that the CPU attends                                             |
 /// | attend     | device | reads 2 R per near token                                                                |
-/// |            | link   | of a bucket that is whole reads 2 R per far token                                       |
+/// |            | link   | of a bucket that is whole reads 2 R per far token, else of few ones                     |
 /// | promote    | link   | reads 2 R per promoted token                                                            |
 /// | choose_far | cpu    | reads R per key that is scored there                                                    |
 /// | attend_far | cpu    | reads 2 R per far token                                                                 |

@@ -25,7 +25,7 @@ int main(int argc, char* argv[]) {
   }
   const auto number = [&](int at) { return std::strtoul(argv[at], nullptr, 10); };
   try {
-    EngineRig rig{.device = make_cuda_device(), .queue = {}, .kv_dtype = DType::bf16, .on_gpu = true};
+    EngineRig rig{.device = make_cuda_device({.link_rows = 0}), .queue = {}, .kv_dtype = DType::bf16, .on_gpu = true};
     rig.queue = rig.device->create_stream("caller");
     rig.stream = rig.queue->native_handle();
     const std::vector<DecodedLine> lines = decoded_lines(rig, number(1));

@@ -69,7 +69,7 @@ int engine_new(const engine_sizes* sizes, const char* policies, std::uint32_t to
       const std::uint32_t pause = pause_us->load();
       if (pause != 0) std::this_thread::sleep_for(std::chrono::microseconds(pause));
     };
-    paced->engine = std::make_unique<Engine>(options, make_cuda_device());
+    paced->engine = std::make_unique<Engine>(options, make_cuda_device({.link_rows = 0}));  // Threads are asked.
     *made = paced.release();
   });
 }

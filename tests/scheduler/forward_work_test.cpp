@@ -195,6 +195,29 @@ TEST_CASE("a share of each list that the device chose is the link's", "[plan]") 
   REQUIRE(sum_of(whole, Stage::attend_far, Lane::cpu).items == 0);
 }
 
+TEST_CASE("few far rows are read by the stage that attends near ones", "[plan]") {
+  const ForwardRow rows[] = {row_of("none | near=0,sinks=4,recent=160", 500)};
+  WorkPlace place = place_for({.decode_rows = 1});
+  const std::uint64_t planes = kShape.layers * kShape.kv_heads;
+  const EngineStats after{.near_tokens = planes * 120, .far_tokens = planes * 24, .fetched_tokens = planes * 20};
+  const WorkShares shares = shares_of(place, rows, {}, after);
+  REQUIRE(shares.linked == Approx(20.0 / 164.0));
+  const auto items = forward_work(place, rows, {}, shares);
+  const auto read = [&](Stage stage, Lane lane) { return sum_of(items, stage, lane).read; };
+  REQUIRE(read(Stage::attend, Lane::device) == planes * 120 * 2 * kRow);
+  REQUIRE(read(Stage::attend, Lane::link) == planes * 20 * 2 * kRow);
+  REQUIRE(read(Stage::attend_far, Lane::cpu) == planes * 24 * 2 * kRow);
+  // Nobody is asked where there are no others.
+  const EngineStats few{.near_tokens = planes * 120, .fetched_tokens = planes * 44};
+  const auto alone = forward_work(place, rows, {}, shares_of(place, rows, {}, few));
+  REQUIRE(sum_of(alone, Stage::attend, Lane::link).read == planes * 44 * 2 * kRow);
+  REQUIRE(sum_of(alone, Stage::attend_far, Lane::cpu).items == 0);
+  REQUIRE(sum_of(alone, Stage::split, Lane::link).items == 0);
+  // Where a stage fetches, what was fetched is its.
+  place.fetch_share = 128;
+  REQUIRE(shares_of(place, rows, {}, after).linked == 0.0);
+}
+
 TEST_CASE("rows with clusters read centroids and a few copies, and score nothing else", "[plan]") {
   ForwardRow row = row_of("tactic | int4 | near=0,sinks=2,recent=6 | dense=1", 3'000);
   scheduler::choose_clusters(parse_policy("tactic | int4"), 0, 90, 2'900, row);
@@ -298,6 +321,7 @@ TEST_CASE("shares are what the engine counted meanwhile", "[plan]") {
   const auto items = forward_work(place, rows, {}, shares);
   REQUIRE(sum_of(items, Stage::attend, Lane::device).read ==
           Approx(static_cast<double>((after.near_tokens - before.near_tokens) * 2 * kRow)).margin(2 * 2 * kRow));
+  REQUIRE(shares.linked == 0.0);
   const WorkShares nothing = shares_of(place, {}, before, before);
   REQUIRE(nothing.near == 0.0);
   REQUIRE(nothing.chosen == 1.0);

@@ -54,10 +54,14 @@ void add_device_flags(CLI::App& app, DeviceFlags& flags) {
                  "in, FILE is of `sluice link --save-profile`")
       ->type_name("auto|none|FILE")
       ->capture_default_str();
+  add_count(app, "--link-rows", flags.link_rows,
+            "Far rows of a layer, at most, that the device attends itself, over the link, rather than ask the CPU; 0: "
+            "none (CUDA device)",
+            {.most = 65'536});
 }
 
 std::shared_ptr<Device> make_device(const DeviceFlags& flags) {
-  CudaDeviceOptions options{.transfer = parse_transfer_path(flags.transfer)};
+  CudaDeviceOptions options{.transfer = parse_transfer_path(flags.transfer), .link_rows = flags.link_rows};
   const bool keeps = flags.transfer_profile == "auto";
   if (!keeps && flags.transfer_profile != "none") options.profile = load_transfer_profile(flags.transfer_profile);
   if (flags.device == "host") return nullptr;

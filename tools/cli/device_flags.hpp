@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -14,6 +15,7 @@ struct DeviceFlags {
   std::string device = "host";
   std::string transfer = "auto";
   std::string transfer_profile = "auto";  ///< auto, none, or a file that `sluice link --save-profile` wrote
+  std::uint32_t link_rows = CudaDeviceOptions{}.link_rows;
 };
 
 void add_device_flags(CLI::App& app, DeviceFlags& flags);

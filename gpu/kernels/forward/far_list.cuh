@@ -4,11 +4,19 @@
 
 namespace sluice::gpu::forward {
 
-/// Lists the far rows of what is marked, the blocks' parts one after the other; returns what all have found. Near rows
+/// Far rows that a block has found, in shared memory.
+struct LinkRows {
+  bool taken;           ///< the blocks attend the list's far rows, and the CPU is told of none
+  std::uint32_t count;  ///< then: those of this block
+  std::uint32_t rows[kMostLinkRows];
+};
+
+/// Lists the far rows of what is marked, the blocks' parts one after the other; returns what all have found. If these
+/// are `link_rows` or fewer, and no block has more than it has room for, all blocks take theirs, in `few`. Near rows
 /// are listed for an audit alone. All threads of the cluster, which a barrier of it follows before any block ends:
 /// blocks read in each other's `own`.
-__device__ inline Listed list_far(const ForwardMemory& m, const Work& work, Listed& own, Found& found,
-                                  const Part& part) {
+__device__ inline Listed list_far(const ForwardMemory& m, const Work& work, std::uint32_t link_rows, Listed& own,
+                                  LinkRows& few, Found& found, const Part& part) {
   const Listed mine = find_rows(m, work, found, part);
   if (threadIdx.x == 0) own = mine;
   detail::cluster_sync_own();
@@ -18,19 +26,33 @@ __device__ inline Listed list_far(const ForwardMemory& m, const Work& work, List
   const std::uint32_t far = there ? detail::load_in_cluster(detail::address_in(&own.far, b)) : 0;
   const bool before = b < part.rank();
   Listed at{.near = __reduce_add_sync(kAll, before ? near : 0), .far = __reduce_add_sync(kAll, before ? far : 0)};
+  const Listed all{.near = __reduce_add_sync(kAll, near), .far = __reduce_add_sync(kAll, far)};
+  const bool taken = all.far <= link_rows && __reduce_max_sync(kAll, far) <= kMostLinkRows;
+  const std::uint32_t first_far = at.far;
+  if (threadIdx.x == 0) {
+    few.taken = taken;
+    few.count = taken ? mine.far : 0;
+  }
 #pragma unroll 1
   for (std::uint32_t base = 0; base < part.count(); base += found.turn()) {
     if (part.count() > found.turn()) found.find(m, work, base);  // Else it is there still.
     found.for_each([&](std::uint32_t entry, bool is_one, const Sums& sums) {
       const bool is_near = (entry & kNearBit) != 0;
-      if (is_one && !is_near) work.far_rows[at.far + (sums.before >> 16)] = entry;
+      if (is_one && !is_near) {
+        const std::uint32_t to = at.far + (sums.before >> 16);
+        work.far_rows[to] = entry;  // Whoever attends them: they may come near, and an audit wants to know.
+        if (taken) few.rows[to - first_far] = entry;
+      }
       if (is_near && m.bucket.audit)
         work.near_rows[at.near + (sums.before & 0xffffu)] = m.near_entry(work.plane, entry & ~kNearBit);
       at.add(sums);
     });
   }
-  const Listed all{.near = __reduce_add_sync(kAll, near), .far = __reduce_add_sync(kAll, far)};
-  send_far(m, work, at.far - mine.far, at.far, all.far);
+  if (taken) {
+    __syncthreads();
+  } else {
+    send_far(m, work, first_far, at.far, all.far);
+  }
   return all;
 }
 

@@ -62,6 +62,9 @@ struct ForwardScratch {
   std::uint32_t fetches_at_once = 1;     ///< and of one of fetched rows
   std::uint32_t first_fetch_slice = 0;   ///< their first thread block: 0 if they have launches of their own
   std::uint32_t multiprocessors = 1;     ///< of the device
+  std::uint32_t link_rows = 0;           ///< CudaDeviceOptions::link_rows
+  /// [decode_rows, kv_heads] where that is not 0 and `split` attends: not 0: it attended the list's far rows, too.
+  std::uint32_t* linked = nullptr;
   ForwardSplitLimits split{};            ///< of the device
 };
 
@@ -81,6 +84,10 @@ struct PrefillStage {
   std::uint32_t* blocks = nullptr;  ///< [prefills, kv_heads, block_words] what is chosen
   std::uint64_t block_words = 0;
 };
+
+/// Far rows that a thread block has room for that attends them itself, see ForwardScratch::link_rows; and of a list.
+inline constexpr std::uint32_t kMostLinkRows = 32;
+inline constexpr std::uint32_t kMostListLinkRows = 64;
 
 /// What is foreseen in a layer of a forward; nothing where pages are ranked first. (One H100, score and split together:
 /// 13 us of 58 saved at 32K tokens, 13 of 103 at 128K, 19 of 92 where attention has no pattern.)
@@ -139,6 +146,9 @@ void launch_forward_propose(const ForwardMemory& memory, const ForwardLayer& lay
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 /// Whether `split` attends what it finds near, and nothing is left to `attend`.
 [[nodiscard]] bool attends_in_split(const ForwardMemory& memory, const ForwardScratch& scratch);
+/// Then: far rows of a list up to which they may attend these, too, over the link, so that the CPU is not asked for
+/// them; else 0. Not of a list that the CPU adds to.
+[[nodiscard]] std::uint32_t link_rows_of(const ForwardMemory& memory, const ForwardScratch& scratch);
 /// Thread blocks that share a row and KV head there, each of which weighs a part of the row's rest.
 [[nodiscard]] std::uint32_t split_blocks(const ForwardMemory& memory, const ForwardScratch& scratch);
 /// Whether tokens of a page may come with one launch, so that means of pages take another one, and are added up in

@@ -120,10 +120,11 @@ __device__ void put_out(const ForwardLayer& layer, std::byte* row, std::uint32_t
 }
 
 /// Thread block i: row i / kv_heads, KV head i % kv_heads. `kTeams`: rows are teams. `rest_parts`: of what rows leave.
-/// The layer's foresight has been used: its candidates are no more, and centers move.
+/// `linked`: as in ForwardScratch, null if there is none. The layer's foresight has been used: its candidates are no
+/// more, and centers move.
 template <bool kTeams>
 __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardLayer& layer,
-                      const RestParts& rest_parts) {
+                      const RestParts& rest_parts, const std::uint32_t* linked) {
   __shared__ Weights weights[kMaxGroup];
   __shared__ float rest_lse[kMaxGroup];
   __shared__ ForwardStatus status;
@@ -145,8 +146,12 @@ __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, con
   const ForwardRow chooses = m.rows[row];
   const std::uint32_t list = chooses.list;
   const std::uint32_t packed = chooses.at;
-  const std::uint32_t near_listed = m.near_counts[blockIdx.x];
-  const std::uint32_t far_listed = m.far_listed[blockIdx.x];
+  std::uint32_t near_listed = m.near_counts[blockIdx.x];
+  std::uint32_t far_listed = m.far_listed[blockIdx.x];
+  if (linked != nullptr && linked[blockIdx.x] != 0) {  // Few far rows were attended with near ones.
+    near_listed += far_listed;
+    far_listed = 0;
+  }
   const auto rest_out = [&](std::uint32_t at) { return rest_value(m, blockIdx.x, at % head_dim, rest_parts.means); };
   float4 rests = rest_out(4 * threadIdx.x);
   for (std::uint32_t h = threadIdx.x / kWarp; h < group && threadIdx.x / kWarp != kWaiter; h += kWaiter) {
@@ -206,10 +211,10 @@ __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, con
 template <bool kTeams>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
-                 const __grid_constant__ ForwardLayer layer, const RestParts rest_parts) {
+                 const __grid_constant__ ForwardLayer layer, const RestParts rest_parts, const std::uint32_t* linked) {
   detail::wait_for_kernel_before();
   const std::uint32_t merges = m.bucket.decode_rows * m.shape.kv_heads;
-  if (blockIdx.x < merges) return merge<kTeams>(m, scratch, layer, rest_parts);
+  if (blockIdx.x < merges) return merge<kTeams>(m, scratch, layer, rest_parts, linked);
   near::promote<false>(m, scratch, layer.layer, blockIdx.x - merges);
 }
 
@@ -226,7 +231,7 @@ void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scr
   }
   OverlappingLaunch(merges + promotes, kThreads, 0, static_cast<cudaStream_t>(layer.stream), 1, before)
       .run(memory.drafts == 1 ? merge_kernel<false> : merge_kernel<true>, "launch the merge kernel of a forward",
-           memory, scratch, layer, parts);
+           memory, scratch, layer, parts, link_rows_of(memory, scratch) != 0 ? scratch.linked : nullptr);
 }
 
 void load_forward_kernels() {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/attend/attend_merge.cuh"
+#include "gpu/kernels/attend/row_ring.cuh"
 #include "gpu/kernels/forward/list.cuh"
 
 /// Near rows attended by the thread blocks that found them, a cluster for each KV head: nothing is listed for another
@@ -80,6 +81,24 @@ class NearPart {
     detail::load_value_rows<kDim, false>(values, s_.slice, rows.row);
     detail::attend_units<T, kDim, 1, false, false, false, false, kAttendWarps>(sum_, s_.slice, s_.q, rows_at, warp,
                                                                                units, rows, keys, values, scales, 0.f);
+  }
+
+  /// A unit of rows that this warp has in two slots of a ring, keys and behind them values. `members`: the heads that
+  /// attend this lane's row, as UnitRows has them. Likewise.
+  __device__ void attend(const detail::RowRing<kDim>& ring, std::uint32_t slot, std::uint32_t members) {
+    float scores[1][4];
+    {
+      std::uint32_t keys[2][detail::RowShape<kDim>::kKeyPieces][4];
+      ring.read_keys(keys, slot);
+      detail::score<T, kDim>(scores[0], keys, s_.q[0]);
+    }
+    detail::leave_out(scores, members);
+    detail::raise_tops(sum_, scores);
+    const detail::Weights weights[1] = {
+        detail::weigh<T>(scores[0], sum_.top[0], sum_.mass[0], detail::UnitScales<false>{})};
+    std::uint32_t values[4][detail::RowShape<kDim>::kValuePieces][4];
+    ring.read_values(values, slot + 1);
+    detail::add_values<T>(sum_, weights, values);
   }
 
   /// They are used, see ForwardMemory::keeps_near. Likewise.

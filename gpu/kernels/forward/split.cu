@@ -179,6 +179,11 @@ bool attends_in_split(const ForwardMemory& memory, const ForwardScratch& scratch
   return attending_blocks(memory, scratch) != 0;
 }
 
+std::uint32_t link_rows_of(const ForwardMemory& memory, const ForwardScratch& scratch) {
+  if (!attends_in_split(memory, scratch)) return 0;
+  return std::min(kMostListLinkRows, scratch.link_rows / (memory.bucket.decode_rows * memory.shape.kv_heads));
+}
+
 std::uint32_t split_blocks(const ForwardMemory& memory, const ForwardScratch& scratch) {
   const std::uint32_t attending = attending_blocks(memory, scratch);
   return attending != 0 ? attending : blocks_of(memory, scratch);

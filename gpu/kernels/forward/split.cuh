@@ -72,11 +72,13 @@ __device__ inline void ask(const ForwardMemory& m, std::uint32_t layer, std::uin
 }
 
 /// What a cluster has listed, told by one thread of each of its blocks, once all of it has been sent. The only fence
-/// across the link is the one of who asks: one by every warp takes longer than the rest of a layer.
-__device__ inline void tell(const ForwardMemory& m, std::uint32_t layer, const Work& work, Listed listed) {
+/// across the link is the one of who asks: one by every warp takes longer than the rest of a layer. `takes_far`: the
+/// blocks attend the list's far rows themselves.
+__device__ inline void tell(const ForwardMemory& m, std::uint32_t layer, const Work& work, Listed listed,
+                            bool takes_far = false) {
   const bool first = detail::cluster_rank() == 0;
   if (!first) listed = {};
-  const std::uint32_t fetched = fetched_of(m, work, listed.far);
+  const std::uint32_t fetched = takes_far ? listed.far : fetched_of(m, work, listed.far);
   if (first) {
     m.near_counts[work.index] = listed.near;
     m.far_listed[work.index] = listed.far;

@@ -1,10 +1,11 @@
 // Few sequences: thread blocks that have found what a row attends near attend it at once, while the CPU is asked for
-// what is far. Launching a kernel for that, and listing rows for it, would take longer than the rows.
+// what is far, or that as well if it is a few rows. Launching a kernel for that, and listing rows for it, would take
+// longer than the rows.
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/cluster_launch.hpp"
 #include "gpu/kernels/compiled.hpp"
-#include "gpu/kernels/forward/far_list.cuh"
+#include "gpu/kernels/forward/link_part.cuh"
 #include "gpu/kernels/forward/near_part.cuh"
 #include "gpu/kernels/forward/rest.cuh"
 #include "gpu/kernels/forward/split.cuh"
@@ -23,11 +24,13 @@ template <class T, int kDim>
 __global__ void __launch_bounds__(kThreads, 1)
     split_attend_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                         const __grid_constant__ Foresight foresight, std::uint32_t layer, std::uint32_t room,
-                        std::uint32_t list_room, float score_scale) {
+                        std::uint32_t list_room, std::uint32_t link_rows, float score_scale) {
   using Near = NearPart<T, kDim>;
+  using Link = LinkPart<T, kDim>;
   extern __shared__ __align__(16) Candidate memory[];  // Of a choice, then of what is found, and so on; and marks.
   __shared__ SplitShared s;
   __shared__ typename Near::Shared near_shared;
+  __shared__ typename Link::Shared link_shared;
   detail::wait_for_kernel_before();
   const ForwardStatus status = m.state->status;
   const ForwardRow row = m.rows[blockIdx.z].in(layer, m.window);
@@ -45,13 +48,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   Near near(m, work, near_shared, reinterpret_cast<typename Near::WarpOut*>(memory));
   auto* const words = reinterpret_cast<std::uint32_t*>(memory);
   Found found(s.list, words, Choice::memory(room), marks, words + Choice::memory(room));
-  const Listed listed = list_far(m, work, near_shared.listed, found, part);
+  if (work.row.asks != 0) link_rows = 0;  // The CPU adds to the list.
+  const Listed listed = list_far(m, work, link_rows, near_shared.listed, link_shared.far, found, part);
+  const Link link(m, work, link_shared);
   if (asks) {
-    if (threadIdx.x % kWarp == 0) tell(m, layer, work, listed);
+    if (threadIdx.x % kWarp == 0) {
+      if (detail::cluster_rank() == 0) scratch.linked[work.index] = link_shared.far.taken ? 1 : 0;
+      tell(m, layer, work, listed, link_shared.far.taken);
+    }
     __syncwarp();
     if (foreseen) learn_foreseen(m, work, foresight, s.choice.foreseen);
     __syncwarp();
   } else {
+    link.fill();
     near.load_queries(score_scale);
   }
   const bool has_rest = work.row.rest != 0;
@@ -67,7 +76,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     if (!once) __syncthreads();
   }
-  if (!asks) near.conclude();
+  if (!asks) {
+    link.attend(near);
+    near.conclude();
+  }
   __syncthreads();  // Also where the cluster is this block alone.
   if (has_rest && means_apart(m.bucket)) put_rest_mean(m, work, part, memory);
   detail::cluster_sync_own();
@@ -94,7 +106,7 @@ void launch_split_attend(const AttendVariant& variant, const SplitLaunch& launch
     OverlappingLaunch(launch.grid, kThreads, launch.bytes, static_cast<cudaStream_t>(layer.stream), launch.grid.x)
         .run(kernel, "launch the split kernel of a forward that attends", memory, scratch,
              foresight_of(memory, scratch, layer.layer), layer.layer, launch.room, memory.list_room(),
-             memory.shape.score_scale());
+             link_rows_of(memory, scratch), memory.shape.score_scale());
   });
 }
 

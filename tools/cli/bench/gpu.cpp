@@ -68,7 +68,8 @@ int run(const BenchGpuOptions& options) {
                            {"near", options.near_share ? Json(*options.near_share) : Json()},
                            {"dense_tokens", dense_tokens_json(options.dense_tokens.value_or(0))},
                            {"seed", options.seed},
-                           {"device", options.device.device}}};
+                           {"device", options.device.device},
+                           {"link_rows", options.device.link_rows}}};
   ProgressBar bar("bench");
   const InterruptScope interrupts;
   std::optional<GpuRig> rig;
