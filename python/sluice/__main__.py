@@ -54,7 +54,8 @@ def main() -> int:
         print(f"sluice: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1)
     except ModuleNotFoundError as error:
-        print(f"sluice: {error}; pip install 'sluice[serve]' has what this command needs", file=sys.stderr)
+        print(f"sluice: {error}; pip install './python[serve]', in Sluice's sources, has what this command needs",
+              file=sys.stderr)
         return 1
 
 

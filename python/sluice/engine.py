@@ -17,7 +17,7 @@ from sluice._library import library
 from sluice._tensors import Argument
 from sluice.errors import DeviceError, InvalidArgument
 from sluice.figures import Audit, HeadAudit, Memory, SequenceMemory, Stats
-from sluice.options import Bucket, EngineOptions, PlanItem, _unsigned
+from sluice.options import Bucket, EngineOptions, PlanItem, _unsigned, policy_text
 
 
 class Engine(Closing):
@@ -73,16 +73,16 @@ class Engine(Closing):
         besides ids."""
         sequence = ctypes.c_uint64()
         if prompt is None:
-            self._call(self._library.engine_begin, policy.encode(), byref(sequence))
+            self._call(self._library.engine_begin, policy_text(policy), byref(sequence))
         else:
-            self._call(self._library.engine_begin_prompt, policy.encode(), *_ids(prompt), _unsigned("salt", salt, 64),
-                       byref(sequence))
+            self._call(self._library.engine_begin_prompt, policy_text(policy), *_ids(prompt),
+                       _unsigned("salt", salt, 64), byref(sequence))
         return sequence.value
 
     def match_prefix(self, policy: str, prompt: Iterable[int], salt: int = 0) -> int:
         """How many tokens a sequence would have that began like that now."""
         tokens = ctypes.c_uint32()
-        self._call(self._library.engine_match_prefix, policy.encode(), *_ids(prompt), _unsigned("salt", salt, 64),
+        self._call(self._library.engine_match_prefix, policy_text(policy), *_ids(prompt), _unsigned("salt", salt, 64),
                    byref(tokens))
         return tokens.value
 
@@ -110,7 +110,7 @@ class Engine(Closing):
         further back the policy begins again."""
         child = ctypes.c_uint64()
         self._call(self._library.engine_fork, sequence, _unsigned("tokens", tokens),
-                   None if policy is None else policy.encode(), byref(child))
+                   None if policy is None else policy_text(policy), byref(child))
         return child.value
 
     def truncate(self, sequence: int, tokens: int) -> None:
@@ -187,19 +187,22 @@ class Engine(Closing):
         if policy is None:
             self._call(self._library.engine_can_admit, _unsigned("tokens", tokens), byref(admitted))
         else:
-            self._call(self._library.engine_can_admit_policy, policy.encode(), _unsigned("tokens", tokens),
+            self._call(self._library.engine_can_admit_policy, policy_text(policy), _unsigned("tokens", tokens),
                        byref(admitted))
         return admitted.value != 0
 
     def plan(self, items: Sequence[PlanItem], bucket: Bucket, stream: Any = None) -> int:
         """Plans a forward and enqueues that; gives its number, which is to be finished or cancelled. Rows are packed
         in the order of items, rows behind them are padding."""
-        structs_of = (structs.PlanItem * len(items))()
-        for struct, item in zip(structs_of, items):
-            struct.struct_size = ctypes.sizeof(structs.PlanItem)
-            struct.sequence = item.sequence
-            struct.tokens = _unsigned("tokens", item.tokens)
-            struct.prefill = item.prefill
+        try:
+            structs_of = (structs.PlanItem * len(items))()
+            for struct, item in zip(structs_of, items):
+                struct.struct_size = ctypes.sizeof(structs.PlanItem)
+                struct.sequence = item.sequence
+                struct.tokens = _unsigned("tokens", item.tokens)
+                struct.prefill = item.prefill
+        except (AttributeError, TypeError) as reason:
+            raise InvalidArgument(f"items are to be a list of sluice.PlanItem: {reason}") from None
         forward = ctypes.c_uint64()
         with self._lock:
             self._call(self._library.engine_plan, structs_of, len(items), bucket._address, _stream(stream),

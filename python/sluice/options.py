@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import enum
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -152,7 +153,7 @@ class EngineOptions:
         Fills in the defaults, so set `page_tokens` before."""
         struct = self._to_struct()
         lib = library()
-        lib.check(lib.engine_options_make_room_for(ctypes.byref(struct), policy.encode(),
+        lib.check(lib.engine_options_make_room_for(ctypes.byref(struct), policy_text(policy),
                                                    _unsigned("tokens", tokens)))
         self.__dict__.update(EngineOptions._from_struct(struct).__dict__)
 
@@ -194,7 +195,10 @@ class EngineOptions:
             elif name not in _APART and value is not None:
                 if kinds[name] is not ctypes.c_float:
                     value = _unsigned(name, value, 8 * ctypes.sizeof(kinds[name]))
-                setattr(struct, name, value)
+                try:
+                    setattr(struct, name, value)
+                except TypeError:
+                    raise InvalidArgument(f"{name} is {value!r}; it must be a number") from None
         return struct
 
     @staticmethod
@@ -210,6 +214,13 @@ class EngineOptions:
         values["device"] = "cpu" if struct.device_type == structs.DEVICE_CPU else f"cuda:{struct.device_id}"
         return EngineOptions(largest=Bucket(**largest), cores=struct.cores[: struct.core_count] or None,
                              windows=struct.windows[: struct.window_count] or None, **values)
+
+
+def policy_text(policy: str) -> bytes:
+    """As the library reads it."""
+    if not isinstance(policy, str):
+        raise InvalidArgument(f'policy is {policy!r}; it must be a text, such as "sluice"')
+    return policy.encode()
 
 
 def _device(name: str) -> tuple[int, int]:
@@ -229,7 +240,10 @@ def _choice(name: str, word: str) -> int:
 
 def _unsigned(name: str, value: int, bits: int = 32) -> int:
     # ctypes cuts off what does not fit.
-    number = value.__index__()
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{name} is {value!r}; it must be a whole number, an int") from None
     if not 0 <= number < 1 << bits:
         raise InvalidArgument(f"{name} is {number}; it must be in [0, {(1 << bits) - 1}]")
     return number

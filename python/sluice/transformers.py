@@ -30,7 +30,7 @@ from sluice._transformers_support import (NAME, attention_shape, changing, choos
                                           refuse_of_the_model, refuse_rehearsed)
 from sluice.engine import Engine
 from sluice.errors import InvalidArgument, Unsupported
-from sluice.options import Bucket, EngineOptions
+from sluice.options import Bucket, EngineOptions, _unsigned
 
 __all__ = ["Enabled", "balance", "enable"]
 
@@ -53,6 +53,9 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     leaves the cache as it was, but where layers of transformers' own cache are part of it: then that refuses to go on.
 
     Raises Unsupported with the reason if the model cannot be served, and then changes nothing."""
+    if not hasattr(model, "config"):
+        raise InvalidArgument(f"model is a {type(model).__name__}; give what from_pretrained of AutoModelForCausalLM "
+                              "returns")
     config = model.config.get_text_config(decoder=True)
     refuse_of_the_model(options)
     refuse(model, config)
@@ -62,7 +65,7 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     made = EngineOptions(
         layers=sum(kind.make is None for kind in kinds), **attention_shape(model, config, kinds),
         device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
-        host_bytes=host_bytes // ranks_of(model), sequences=sequences,
+        host_bytes=_unsigned("host_bytes", host_bytes, 64) // ranks_of(model), sequences=sequences,
         largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
         **{**logit_options(model, config, kinds), **options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
     made.make_room_for(policy, longest(config))

@@ -122,6 +122,21 @@ def test_numbers_that_do_not_fit_are_not_cut_off(make: Make) -> None:
             call()
 
 
+def test_what_is_of_another_type_is_named(make: Make) -> None:
+    engine = make()
+    a = engine.begin("full")
+    bucket = engine.options.largest
+    for call, words in ((lambda: small_options(host_bytes=1e9)._to_struct(), "host_bytes is 1000000000.0; .* whole"),
+                        (lambda: small_options(threads="4")._to_struct(), "threads is '4'"),
+                        (lambda: small_options(scale="1")._to_struct(), "scale is '1'; .* number"),
+                        (lambda: engine.begin(None), "policy is None"),
+                        (lambda: engine.truncate(a, 0.5), "tokens is 0.5"),
+                        (lambda: engine.plan([a], bucket), "list of sluice.PlanItem"),
+                        (lambda: engine.plan(sluice.PlanItem(a), bucket), "list of sluice.PlanItem")):
+        with pytest.raises(sluice.InvalidArgument, match=words):
+            call()
+
+
 def test_use_after_close(make: Make) -> None:
     engine = make()
     a = engine.begin("full")

@@ -156,7 +156,8 @@ void require_served(const PolicySpec& policy, const EngineOptions& options) {
   const std::string reason = scheduler::forward_unserved(policy, options.largest, limits_of(options));
   if (!reason.empty())
     throw Error(Errc::unsupported, "the engine cannot serve this policy: " + reason +
-                                       "; `exact | int4 | top_p=0.95 | near=0` is one that it can");
+                                       "; make_room_for sets options for policies that engines serve, such as "
+                                       "`exact | int4 | top_p=0.95 | near=0`");
   if (scheduler::prompt_queries(policy) > options.prompt_queries)
     throw Error(Errc::unsupported, "the policy begins with " + std::to_string(scheduler::prompt_queries(policy)) +
                                        " queries of a prompt, and EngineOptions::prompt_queries is " +

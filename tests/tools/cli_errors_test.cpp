@@ -1,5 +1,6 @@
 // Wrong words, and files that are missing, damaged or not to be written.
 #include <filesystem>
+#include <fstream>
 #include <utility>
 
 #include "tests/support/catch.hpp"
@@ -137,6 +138,19 @@ TEST_CASE("a model that is missing or damaged is bad input", "[cli]") {
   CHECK(truncated.code == 2);
   CHECK(is_one_error(truncated));
   CHECK(contains(truncated.err, "model-00002-of-00002.safetensors"));
+
+  fs::resize_file(shard, 0);
+  std::ofstream(shard) << "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n";
+  const Outcome pointer = with_model(damaged);
+  CAPTURE(pointer.err);
+  CHECK(pointer.code == 2);
+  CHECK(contains(pointer.err, "git lfs pull"));
+  fs::remove(shard);
+  const Outcome gone = with_model(damaged);
+  CAPTURE(gone.err);
+  CHECK(gone.code == 2);
+  CHECK(contains(gone.err, "model-00002-of-00002.safetensors: is missing"));
+  CHECK(contains(gone.err, "fetch the model again"));
 }
 
 TEST_CASE("a result that cannot be written is known before the work starts and leaves nothing", "[cli]") {

@@ -111,6 +111,24 @@ TEST_CASE("Ctrl-C in eval reports the rows that are finished and exits with 130"
   for (const json& row : rows) CHECK(row.at("length_tokens") == 512);
 }
 
+TEST_CASE("Ctrl-C before anything is finished leaves an older result as it was", "[cli]") {
+  const TemporaryDirectory scratch;
+  const std::string table = scratch.write("result.md", "of another run");
+  const std::string plot = scratch.write("result.svg", "likewise");
+  Spawned eval({"eval", "--tasks", "", "--needles", "1", "--needle-tokens", "16K", "--needle-steps", "1024",
+                "--policies", "full", "--threads", "2", "--output", table, "--plot", plot},
+               scratch.file("out"));
+  REQUIRE(eval.shows("needles: full"));
+  eval.interrupt();
+  const int status = eval.wait();
+  CAPTURE(eval.seen());
+  REQUIRE(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 130);
+  CHECK(contains(eval.seen(), "nothing was finished"));
+  CHECK(read_file(table) == "of another run");
+  CHECK(read_file(plot) == "likewise");
+}
+
 TEST_CASE("a second Ctrl-C ends the process at once", "[cli]") {
   const TemporaryDirectory scratch;
   const std::string pipe = scratch.file("pipe");

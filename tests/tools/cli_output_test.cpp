@@ -151,3 +151,18 @@ TEST_CASE("a table that standard error does not take is a failure", "[cli]") {
   CHECK(shell("% " + kRun + ">/dev/null 2>/dev/full") == 1);
   CHECK(shell("% policies --output /dev/full 2>/dev/null") == 1);
 }
+
+TEST_CASE("a result that its file does not take goes to standard output, and nothing is left half-written", "[cli]") {
+  const TemporaryDirectory scratch;
+  const std::string err = scratch.file("err"), file = scratch.file("result.json"), out = scratch.file("out");
+  // The file may have 512 bytes, or 1024, as the shell counts; standard output is a pipe, which has no such limit.
+  CHECK(shell("{ (ulimit -f 1; % policies -o json --output '" + file + "' 2>'" + err +
+              "'; echo \"code $?\"); } | cat >'" + out + "'") == 0);
+  const std::string said = read_file(err), printed = read_file(out);
+  CAPTURE(said);
+  CHECK(contains(said, "ulimit -f"));
+  CHECK(contains(said, "standard output instead"));
+  REQUIRE(printed.ends_with("code 1\n"));
+  CHECK(json::parse(printed.substr(0, printed.rfind("code 1"))).at("command") == "policies");
+  CHECK(scratch.entries() == 2);
+}

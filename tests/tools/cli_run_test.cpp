@@ -239,6 +239,23 @@ TEST_CASE("a session keeps the prompt from one run to the next", "[cli]") {
   CHECK(contains(sluice::test::sluice(with(first) + session).err, "damaged"));
 }
 
+TEST_CASE("a session that cannot be kept is refused before the prompt is read", "[cli]") {
+  const TemporaryDirectory scratch;
+  const std::string nowhere = scratch.file("no/such/session");
+  const Outcome outcome = sluice::test::sluice(kRun + kPrompt + "--max-tokens 2 --session '" + nowhere + "'");
+  CAPTURE(outcome.err);
+  CHECK(outcome.code == 1);
+  CHECK(is_one_error(outcome));  // And no word of a prefill.
+  CHECK(contains(outcome.err, "--session " + nowhere));
+  CHECK(contains(outcome.err, "existing directory"));
+}
+
+TEST_CASE("run says up to how many tokens all are attended, whatever the policy", "[cli]") {
+  CHECK(row_of(json_of(kRun + kPrompt + "--max-tokens 2")).at("dense_tokens") > 0);
+  CHECK_FALSE(row_of(json_of(kRun + kPrompt + "--max-tokens 2 --dense-tokens 0")).contains("dense_tokens"));
+  CHECK_FALSE(row_of(json_of(kRun + kPrompt + "--max-tokens 2 --policy topk")).contains("dense_tokens"));
+}
+
 TEST_CASE("a policy that keeps pages near is refused with what to say instead", "[cli]") {
   const Outcome outcome =
       sluice::test::sluice(kRun + kPrompt + "--max-tokens 2 --policy 'history | top_k=9 | near=10%'");

@@ -137,8 +137,8 @@ int run(const OutputOptions& output, const std::string& machine) {
   report.tables.push_back(recommended_options({.host_available = available == MemoryFacts::kNoLimit ? 0 : available,
                                                .cores = usable_cores(),
                                                .device_memory = device == nullptr ? 0 : device->info().memory_bytes}));
-  if (!machine.empty()) machine_target.commit(to_json(this_machine(device, 0, Effort::thorough)).dump(2) + "\n");
   (void)deliver(report, output.format, target);
+  if (!machine.empty()) machine_target.commit(to_json(this_machine(device, 0, Effort::thorough)).dump(2) + "\n");
   return findings.usable() ? kOk : kUnsupported;
 }
 

@@ -1,3 +1,5 @@
+#include <csignal>
+#include <cstdlib>
 #include <exception>
 #include <filesystem>
 #include <new>
@@ -75,6 +77,8 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   // hwloc itself reports a missing /sys on stderr; Topology copes, and `doctor` tells. A user's own setting stays.
   (void)::setenv("HWLOC_HIDE_ERRORS", "2", 0);
+  // A file that would pass `ulimit -f` is a write that failed, with its message and nothing left behind.
+  (void)std::signal(SIGXFSZ, SIG_IGN);
   using namespace sluice::tools;
   try {
     return run(argc, argv);

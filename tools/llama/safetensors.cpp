@@ -79,7 +79,8 @@ struct EntryReader {
     const auto range = numbers(field(entry, "data_offsets"), "data_offsets");
     if (range.size() != 2 || range[0] > range[1]) fail("'data_offsets' must be [begin, end) with begin <= end");
     if (range[1] > data_bytes) {
-      fail("data ends at byte " + std::to_string(range[1]) + " of " + std::to_string(data_bytes) + ": truncated?");
+      fail("data ends at byte " + std::to_string(range[1]) + " of " + std::to_string(data_bytes) +
+           ", as in a truncated file");
     }
     if (byte_count(tensor) != range[1] - range[0]) {
       fail("shape and dtype take " + std::to_string(byte_count(tensor)) + " bytes, 'data_offsets' span " +
@@ -137,10 +138,19 @@ void require_fit(DType dtype, std::uint64_t stored_bytes, std::span<const float>
                                           std::to_string(out.size()) + " floats");
 }
 
+/// What a clone without Git LFS has in place of a large file.
+bool is_lfs_pointer(std::span<const std::byte> start) {
+  constexpr std::string_view kBegins = "version ";  // Read as a length, more than any file has.
+  return start.size() >= kBegins.size() && std::memcmp(start.data(), kBegins.data(), kBegins.size()) == 0;
+}
+
 /// Where the header ends and the data begin.
 std::uint64_t header_end(std::span<const std::byte> start, std::uint64_t file_bytes, const std::string& origin) {
   std::uint64_t header_bytes = 0;
   if (file_bytes < sizeof header_bytes) fail_corrupt(origin, "shorter than its 8-byte header length");
+  if (is_lfs_pointer(start)) {
+    throw Error(Errc::corrupt, origin + ": a pointer of Git LFS, not the file itself; run `git lfs pull` where it is");
+  }
   std::memcpy(&header_bytes, start.data(), sizeof header_bytes);
   if (header_bytes > file_bytes - sizeof header_bytes || header_bytes > kMaxHeaderBytes) {
     fail_corrupt(origin, "header length " + std::to_string(header_bytes) + " exceeds the file's " +
@@ -223,7 +233,14 @@ void Checkpoint::add_indexed(const std::filesystem::path& index) {
     }
     shards.insert(file.string());
   }
-  for (const std::string& shard : shards) add_shard(index.parent_path() / shard);
+  for (const std::string& shard : shards) {
+    const std::filesystem::path file = index.parent_path() / shard;
+    if (!std::filesystem::exists(file)) {
+      throw Error(Errc::not_found, file.string() + ": is missing, and " + index.filename().string() +
+                                       " names it; fetch the model again, all of its files");
+    }
+    add_shard(file);
+  }
   for (const auto& [name, shard] : document["weight_map"].items()) {
     if (!contains(name)) {
       throw Error(Errc::not_found, origin + ": tensor '" + name + "' should be in " + shard.get<std::string>() +

@@ -96,7 +96,7 @@ def invalid(error: RequestValidationError) -> Refused:
     if first["type"] in ("missing", "model_attributes_type", "dict_type") and not place:
         return Refused(400, "the body must be a JSON object, sent with Content-Type: application/json")
     message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
+    if first["type"] == "extra_forbidden" or first.get("ctx", {}).get("max_length") == 0:
         return Refused(400, f"{place} is not served", param=place, code="unsupported_parameter")
     return Refused(400, f"{place}: {message}" if place else message, param=place or None)
 
@@ -104,6 +104,7 @@ def invalid(error: RequestValidationError) -> Refused:
 def unserved(request: Request, error: HTTPException) -> Refused:
     """What the web framework refuses."""
     told = {404: f"there is no route {request.url.path}",
-            405: f"{request.method} is not served at {request.url.path}"}
+            405: f"{request.method} is not served at {request.url.path}",
+            400: "the body cannot be read; it must be JSON in UTF-8, and not deeply nested"}
     message = told.get(error.status_code, str(error.detail))
     return Refused(error.status_code, message, headers=dict(error.headers or {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import ipaddress
 import os
 import signal
@@ -22,6 +23,10 @@ from sluice.serving.talk import chat, run
 
 KEY_VARIABLE = "SLUICE_API_KEY"
 _DRAIN_S = 5  # After a signal to end.
+
+
+class CannotListen(Error):
+    """The server's address is taken, or none of this machine's."""
 
 
 def add_commands(commands: Any) -> None:
@@ -159,7 +164,9 @@ def listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except BaseException:
+    except OSError as error:
         listener.close()
-        raise
+        remedy = "--port names another, and 0 takes any that is free" if error.errno == errno.EADDRINUSE else \
+            "--host and --port name another address"
+        raise CannotListen(f"cannot listen at {host} port {port}: {error.strerror}; {remedy}") from None
     return listener

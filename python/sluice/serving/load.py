@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 import transformers
 from transformers.distributed import DistributedConfig
@@ -42,10 +44,25 @@ def load_config(model: str) -> transformers.PreTrainedConfig:
         return transformers.AutoConfig.from_pretrained(model)
 
 
+def _damaged(model: str) -> str | None:
+    """A file of weights in a folder that is not as long as its header says, or has none. What transformers says of one
+    does not name it."""
+    for file in sorted(Path(model).glob("*.safetensors")):
+        try:
+            with safetensors.safe_open(file, "pt"):
+                pass
+        except safetensors.SafetensorError as error:
+            return f"{file.name} is damaged, or was not copied whole ({error})"
+    return None
+
+
 def load_model(model: str, dtype: str, **options: Any) -> transformers.PreTrainedModel:
     """`dtype`: auto, or torch's name of one."""
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
+    damaged = _damaged(model)
+    if damaged:
+        raise CannotLoad(f"the model {model} cannot be loaded: {damaged}; fetch the file again")
     with _loading(f"the model {model}"):
         return transformers.AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **options)

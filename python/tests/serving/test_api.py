@@ -235,6 +235,7 @@ def test_null_means_the_default(site: Site) -> None:
     assert site.ask(messages=messages, **nulls, chat_template_kwargs=None, tools=None).status_code == 200
     assert site.ask(messages=messages, parallel_tool_calls=True).status_code == 200
     assert error_of(site.ask(messages=messages, parallel_tool_calls=True, tools=[{}]), 400)["param"] == "tools"
+    assert "tools is not served" in error_of(site.ask(messages=messages, tools=[{}]), 400)["message"]
 
 
 def test_one_model(site: Site) -> None:
@@ -248,6 +249,7 @@ def test_errors_have_one_form(site: Site) -> None:
     assert "GET is not served" in error_of(site.get("/v1/completions"), 405)["message"]
     kind = {"content-type": "application/json"}
     assert "is no JSON" in error_of(site.post(content=b"{bad", headers=kind), 400)["message"]
+    assert "JSON in UTF-8" in error_of(site.post(content=b'{"prompt": "\xff"}', headers=kind), 400)["message"]
     error_of(site.post(content=b"[" * 200_000, headers=kind), 400)
     assert "JSON object" in error_of(site.post(content=b'{"model": "tiny"}', headers={"content-type": "text/plain"}),
                                      400)["message"]

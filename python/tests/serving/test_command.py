@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,10 +18,11 @@ from typing import NamedTuple
 
 import pytest
 from sluice.__main__ import main
-from sluice.errors import InvalidArgument
+from sluice.errors import Error, InvalidArgument
 from sluice.serving import model as serving_model
-from sluice.serving.arguments import add_engine, option, settings_of, size
+from sluice.serving.arguments import CannotLoad, add_engine, option, settings_of, size
 from sluice.serving.command import api_key, listen, name_of
+from sluice.serving.load import load_model
 from sluice.serving.talk import Progress, conversation
 from small import DEVICE, KV, Breaks, bare_model, expected, text_of, tokenizer
 from waiting import DEADLINE_S
@@ -160,6 +162,24 @@ def test_keys_and_addresses(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert not any(warning(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))
     assert all("sets a key" in warning(host) for host in ("0.0.0.0", "::", "", "example.org"))
     assert not warning("0.0.0.0", "secret")
+
+
+def test_an_address_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Error, match=f"127.0.0.1 port {port}: Address already in use; --port"):
+            listen("127.0.0.1", port)
+    with pytest.raises(Error, match="203.0.113.1 port 0: .*--host"):
+        listen("203.0.113.1", 0)
+
+
+def test_a_file_of_weights_that_is_cut_short_is_named(folder: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut"
+    shutil.copytree(folder, cut)
+    weights = next(cut.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(CannotLoad, match=f"{weights.name} is damaged, or was not copied whole"):
+        load_model(str(cut), "auto")
 
 
 def test_names_of_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,11 @@ def test_a_policy_whose_queries_are_rehearsed() -> None:
         pass
 
 
+def test_what_is_no_model() -> None:
+    with pytest.raises(sluice.InvalidArgument, match="model is a str; give what from_pretrained"):
+        sluice.transformers.enable("some/folder")
+
+
 def test_a_model_twice() -> None:
     model = llama()
     with enabled(model):

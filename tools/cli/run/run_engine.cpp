@@ -43,6 +43,7 @@ Table summary(const Generation& generation, std::size_t prompt_tokens, const Pol
       session.decoded() == 0 ? Json() : Json(1e-6 * static_cast<double>(score.stats.waited_ns) / session.decoded()));
   add({"device_bytes", "device memory for attention, bytes"}, engine.memory().device());
   add({"host_bytes", "host memory for attention, bytes"}, engine.memory().host());
+  if (options.dense_tokens != 0) add({"dense_tokens", "all are attended up to, tokens"}, options.dense_tokens);
   table.rows.push_back(std::move(row));
   return table;
 }
@@ -99,6 +100,7 @@ int run(const RunOptions& options) {
   sluice::Engine engine(sizes, device);
   const auto read =
       std::span(prompt).first(prompt.size() - std::min<std::size_t>(options.decode_prompt, prompt.size() - 1));
+  if (!options.session.empty()) require_room(options.session, sizes, static_cast<std::uint32_t>(read.size()));
   const std::string session_of = options.session.empty() ? "" : session_model(options, policy, prefill);
   const std::optional<SequenceId> resumed =
       options.session.empty() ? std::nullopt : resume_session(engine, options.session, session_of, read);

@@ -1,6 +1,10 @@
 #include "tools/cli/run/session_file.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <vector>
@@ -50,6 +54,23 @@ std::string session_model(const RunOptions& options, const PolicySpec& policy, c
                                                   : as_one_error("look at the model's files",
                                                                  [&] { return signature_of_model(options.model); });
   return model + "; policy " + to_string(policy) + "; prefill " + to_text(prefill);
+}
+
+void require_room(const std::string& file, const EngineOptions& options, std::uint32_t tokens) {
+  const fs::path parent = fs::absolute(file).parent_path();
+  const auto refuse = [&](const std::string& why) { throw Error(Errc::io, "--session " + file + ": " + why); };
+  if (::access(parent.c_str(), W_OK | X_OK) != 0)
+    refuse("cannot write to " + parent.string() + ": " + std::strerror(errno) +
+           "; choose a path in an existing directory that you may write to");
+  const PageLayout layout{.head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
+  const std::uint64_t bytes =
+      std::uint64_t{2} * layout.row_bytes() * options.shape.layers * options.shape.kv_heads * tokens;
+  std::error_code unknown;
+  const std::uintmax_t available = fs::space(parent, unknown).available;
+  // A new file is whole before an old one goes.
+  if (!unknown && available < bytes)
+    refuse("takes " + std::to_string(bytes) + " bytes, and " + parent.string() + " has " + std::to_string(available) +
+           " left; make room there, or choose a path on another file system");
 }
 
 std::optional<SequenceId> resume_session(sluice::Engine& engine, const std::string& file, const std::string& model,

@@ -17,6 +17,10 @@ namespace sluice::tools {
 [[nodiscard]] std::string session_model(const RunOptions& options, const PolicySpec& policy,
                                         const PrefillSpec& prefill);
 
+/// Before a long prompt is read: whether a sequence of so many tokens can be parked there.
+/// @throws Error{Errc::io} if its directory takes no new file, or has too little room
+void require_room(const std::string& file, const EngineOptions& options, std::uint32_t tokens);
+
 /// The sequence that is parked in `file`, with no more of its tokens than lead to the last one of `prompt`; nothing if
 /// there is no such file.
 /// @throws Error{Errc::invalid_argument} if it is of another prompt; else as Engine::resume

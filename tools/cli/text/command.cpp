@@ -1,6 +1,8 @@
 #include "tools/cli/text/command.hpp"
 
+#include <algorithm>
 #include <limits>
+#include <string>
 #include <utility>
 
 #include "tools/cli/text/interrupt.hpp"
@@ -23,6 +25,21 @@ void deliver_further(const Report& report, const OutputTarget& target) {
   if (left_out.empty()) return;
   say("CSV is one table per file, and these are left out: " + left_out +
       "; --output FILE.csv writes each to FILE-TABLE.csv beside it, and -o json holds all");
+}
+
+bool is_empty(const Report& report) {
+  return std::ranges::all_of(report.tables, [](const Table& table) { return table.rows.empty(); });
+}
+
+/// What took hours must not be lost because the disk has filled up meanwhile.
+void commit_or_print(const std::string& text, const OutputTarget& target) {
+  try {
+    target.commit(text);
+  } catch (const Error& error) {
+    if (!target.is_file()) throw;
+    write_stdout(text);
+    throw Error(error.code(), std::string(error.what()) + ". The result went to standard output instead");
+  }
 }
 
 }  // namespace
@@ -111,7 +128,11 @@ CLI::Option* add_sinks(CLI::App& app, std::vector<double>& shares) {
 ExitCode deliver(Report report, Format format, const OutputTarget& target) {
   const bool cut = interrupted();
   if (cut) report.extra["interrupted"] = true;
-  target.commit(render(report, format));
+  if (cut && target.is_file() && is_empty(report)) {
+    say("nothing was finished; no result is written, and a file that was there is as it was");
+    return kInterrupted;
+  }
+  commit_or_print(render(report, format), target);
   if (format == Format::csv) deliver_further(report, target);
   return cut ? kInterrupted : kOk;
 }

@@ -17,9 +17,15 @@
 namespace sluice::tools {
 namespace {
 
+const char* remedy_of(int cause) {
+  if (cause == ENOSPC || cause == EDQUOT) return "; make room there, or choose a path on another file system";
+  if (cause == EFBIG) return "; raise `ulimit -f`, or choose a path on another file system";
+  return "; choose a path in an existing directory that you may write to";
+}
+
 [[noreturn]] void refuse(const std::string& path, const std::string& action) {
-  throw Error(Errc::io, "cannot " + action + " '" + path + "': " + std::strerror(errno) +
-                            "; choose a path in an existing directory that you may write to");
+  const int cause = errno;
+  throw Error(Errc::io, "cannot " + action + " '" + path + "': " + std::strerror(cause) + remedy_of(cause));
 }
 
 /// A file that is unlinked again unless it was renamed into place.
