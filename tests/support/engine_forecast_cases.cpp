@@ -217,13 +217,13 @@ TEST_CASE("a forecast that does not come in time costs the forward, and nothing 
   const Story story = story_of(rig, 180, 66);
   EngineOptions options = options_for(rig, 1, 8);
   options.threads = 1;
-  options.answer_timeout = 100ms;
+  options.answer_timeout = 300ms;  // Longer than a busy machine keeps a thread off its core.
   const PolicySpec policy = parse_policy(kPlain);
   const Said want = say(rig, story, policy, 160, options);
   options.forecasts = true;
   std::atomic<bool> stalls{false};
   options.before_answer = [&] {
-    if (stalls.exchange(false)) std::this_thread::sleep_for(400ms);
+    if (stalls.exchange(false)) std::this_thread::sleep_for(900ms);
   };
   Engine engine(options, rig.device);
   Teller teller{.story = &story, .id = engine.begin(policy)};
@@ -234,7 +234,7 @@ TEST_CASE("a forecast that does not come in time costs the forward, and nothing 
       stalls = true;
       REQUIRE(code_of([&] { (void)decode(engine, rig, teller); }) == Errc::device);
       stalls = false;
-      std::this_thread::sleep_for(350ms);
+      std::this_thread::sleep_for(800ms);
     }
     REQUIRE(difference(decode(engine, rig, teller), want.out[i]) < tolerance(rig));
   }

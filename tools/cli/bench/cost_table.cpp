@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "scheduler/plan/cost_model.hpp"
-#include "sluice/cuda.hpp"
 #include "sluice/int4.hpp"
 #include "tools/cli/text/values.hpp"
 
@@ -22,9 +21,8 @@ std::vector<Json> CostTable::cells(const GpuRow& row) const {
   const double scan_us = reads_us(row.stats.estimated, copy_bytes) + reads_us(row.stats.ranked_pages, near_bytes);
   const double near_us = reads_us(row.stats.near_tokens, near_bytes);
   const double far_us = 1e-3 * static_cast<double>(row.stats.answer_ns) / layers;
-  // What comes over the link is in no answer; a few rows come while near ones are attended.
-  const bool fetches = static_cast<double>(row.stats.fetched_tokens) > layers * CudaDeviceOptions{}.link_rows;
-  const Json fixed_us = fetches ? Json() : Json(layer_us - scan_us - std::max(near_us, far_us));
+  // What comes over the link is in no answer.
+  const Json fixed_us = row.stats.fetched_tokens != 0 ? Json() : Json(layer_us - scan_us - std::max(near_us, far_us));
   return {row.length,
           row.policy,
           row.placement,
