@@ -142,6 +142,8 @@ def check_options(options: dict[str, Any], policy: str) -> None:
             raise InvalidArgument(f"there is no option {name}; there are {', '.join(sorted(known))}")
         try:
             _engine_options(**{name: value})._to_struct()
+        except InvalidArgument as reason:
+            raise InvalidArgument(f"--option {reason}") from None
         except (AttributeError, TypeError, KeyError):  # Of words where numbers should be, and the like.
             raise InvalidArgument(f"--option {name}: it may not be {json.dumps(value)}") from None
     _engine_options(**options).make_room_for(policy, 1)

@@ -78,7 +78,7 @@ def test_a_server_ends_when_it_is_told(start: Callable[..., Server]) -> None:
 @pytest.mark.parametrize(("arguments", "status", "words"), [
     (["--model", "/nonexistent/model"], 2, "there is no folder /nonexistent/model"),
     (["--policy", "bogus"], 1, 'policy "bogus"'),
-    (["--option", "page_tokens=abc"], 1, '--option page_tokens: it may not be "abc"'),
+    (["--option", "page_tokens=abc"], 1, "--option page_tokens is 'abc'; it must be a whole number"),
     (["--option", "near_bytes=4096"], 1, "--option near_bytes: --near-bytes sets it"),
     (["--near-bytes", "much"], 2, '"much" is no size'),
     (["--option", "windows=[16]"], 1, "--option windows: the model sets it"),
