@@ -81,8 +81,8 @@ struct CudaDeviceOptions {
   /// of each sequence as many as its share of them, up to 64, and none if it has more far rows than that. A layer all
   /// of whose far rows are attended so waits for no answer. Where the device finds and attends near rows in one kernel:
   /// few sequences that choose by score, on GPUs with thread block clusters. Rows that cross the link count as fetched.
-  /// What is attended does not depend on it. 0: none, until it has been measured on a GPU; 384 are meant for it.
-  std::uint32_t link_rows = 0;
+  /// What is attended does not depend on it. 0: none. Measured on an H200 over PCIe 5: docs/benchmarks.md.
+  std::uint32_t link_rows = 384;
 };
 
 /// What a TransferProfile holds for: this GPU in this place under this driver.

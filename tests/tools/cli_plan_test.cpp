@@ -235,3 +235,16 @@ TEST_CASE("plan: what lies near is what was measured of the policy, no more than
   CHECK(hits("--policies lfps --length 32K --near-hits 90%") == Hits{0.0, "in place"});
   CHECK(hits("--policies lfps --length 32K --placements stream --near 10%") == Hits{0.8, "measured"});
 }
+
+TEST_CASE("plan: a few far rows of a list ask no thread, more of them, or those of many sequences, do") {
+  Planner planner;
+  const auto cpu_us = [&](const std::string& flags) {
+    return planner.rows(flags)[0].at("cpu_us").get<double>();
+  };
+  // The default attends some 400 tokens of 32K for a KV head: 3% and 30% of them, and the shares of 384 are 48 and 6.
+  CHECK(cpu_us("--policies sluice --length 32K") == 0.0);
+  CHECK(cpu_us("--policies sluice --length 32K --near-hits 70%") > 0.0);
+  CHECK(cpu_us("--policies sluice --length 32K --rows 8") > 0.0);
+  CHECK(cpu_us("--policies sluice --length 32K --fetch-share 50%") > 0.0);
+  CHECK(cpu_us("--policies quest --length 64K") > 0.0);  // Pages are attended by another kernel.
+}

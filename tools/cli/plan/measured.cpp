@@ -43,6 +43,8 @@ Measured read_row(const json& config, const json& row) {
   work.attended = near + share_of(row, "far_share") + share_of(row, "fetched_share");
   work.attended_known = true;
   work.near_hits = work.attended == 0.0 ? 1.0 : near / work.attended;
+  const bool links = work.placement == PlacementMode::hybrid && work.fetch_share == 0.f && work.attended != 0.0;
+  if (links) work.linked = share_of(row, "fetched_share") / work.attended;
   work.promoted = share_of(row, "promoted") / work.rows;
   work.scored = scored_share(work.policy, row.value("scored_share", 0.0));
   measured.layer_us = share_of(row, "layer_us");

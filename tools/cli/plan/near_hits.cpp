@@ -6,6 +6,7 @@
 
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/plan/forward_rows.hpp"
+#include "sluice/cuda.hpp"
 #include "tools/cli/plan/policy_costs.hpp"
 
 namespace sluice::tools {
@@ -57,13 +58,28 @@ NearHits of_policy(const PolicySpec& policy) {
   return {.share = kGuess, .from = "guess"};
 }
 
+ForwardRow row_of(const Workload& work) {
+  return scheduler::forward_row(work.policy, work.tokens, scheduler::row_shape(work.shape, work.page_tokens));
+}
+
 }  // namespace
+
+double usual_linked(const Workload& work, const Machine& machine) {
+  constexpr double kMostOfList = 64.0;  // See CudaDeviceOptions::link_rows.
+  const ForwardRow row = row_of(work);
+  const bool by_score = row.picks != 0 && !row.in_pages() && row.asks == 0;
+  const bool asks_cpu = work.placement == PlacementMode::hybrid && work.fetch_share == 0.f;
+  if (machine.device_bytes == 0 || !by_score || !asks_cpu) return 0.0;
+  const Wanted wanted = wanted_of(work, row);
+  const double far = (1.0 - work.near_hits) * (wanted.window + wanted.chosen);
+  const double lists = 1.0 * work.rows * work.shape.kv_heads;
+  return far <= std::min(kMostOfList, CudaDeviceOptions{}.link_rows / lists) ? 1.0 - work.near_hits : 0.0;
+}
 
 NearHits usual_near_hits(const Workload& work) {
   const bool by_cpu = scheduler::chooser(work.policy) == scheduler::Chooser::cpu;
   if (by_cpu && work.placement == PlacementMode::hybrid) return {.share = 0.0, .from = "in place"};
-  const ForwardRow row =
-      scheduler::forward_row(work.policy, work.tokens, scheduler::row_shape(work.shape, work.page_tokens));
+  const ForwardRow row = row_of(work);
   const Wanted wanted = wanted_of(work, row);
   const double all = wanted.window + wanted.chosen;
   const double room = all <= 0.0 ? 1.0 : std::min(1.0, work.near_share * row.tokens / all);

@@ -120,6 +120,7 @@ class Plans {
           work.near_hits = hits.share;
           for (const std::uint32_t count : rows) {
             work.rows = count;
+            work.linked = usual_linked(work, machine_);
             add(policy, work, hits.from);
           }
         }

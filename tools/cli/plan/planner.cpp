@@ -115,6 +115,7 @@ WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t re
   for (std::uint32_t i = 0; i < work.rows; ++i) rows[i].list = rows[i].at = i;
   const std::vector<WorkItem> items = scheduler::forward_work(place, rows, {},
                                                               {.near = work.near_hits,
+                                                               .linked = work.linked,
                                                                .chosen = chosen_share(work, rows.front()),
                                                                .promoted = work.promoted * work.rows,
                                                                .scored = work.scored * work.tokens});

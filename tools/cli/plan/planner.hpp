@@ -24,6 +24,7 @@ struct Workload {
   double near_share = 0.0;   ///< of its tokens, that device memory has room for
   /// Of the tokens that a row attends, those that lie near when they are wanted. What does so depends on the model.
   double near_hits = 0.5;
+  double linked = 0.0;  ///< likewise, few far ones of a list, which a GPU attends itself: CudaDeviceOptions::link_rows
   /// Of its tokens, those that a KV head attends, where the policy's budget is no number of tokens; see chosen_share.
   double attended = 0.05;
   bool attended_known = false;  ///< `attended` was measured: it holds whatever the policy's budget is
