@@ -37,7 +37,7 @@ class Spawned {
     argv.push_back(nullptr);
     process_ = ::fork();
     if (process_ == 0) {
-      ::signal(SIGINT, SIG_DFL);  // Whoever started the tests may have it ignored.
+      for (const int each : {SIGINT, SIGTERM}) ::signal(each, SIG_DFL);  // Who started the tests may have them ignored.
       ::dup2(::open(out.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600), STDOUT_FILENO);
       ::dup2(::open(name.c_str(), O_WRONLY | O_NOCTTY), STDERR_FILENO);
       ::execv(argv[0], argv.data());
@@ -64,7 +64,7 @@ class Spawned {
     }
     return true;
   }
-  void interrupt() const { ::kill(process_, SIGINT); }
+  void interrupt(int signal = SIGINT) const { ::kill(process_, signal); }
   /// The wait status.
   int wait() {
     while (shows("\x01 never written")) continue;  // Drains the terminal, so that nobody blocks on it.
@@ -94,11 +94,12 @@ std::vector<std::string> long_eval(const std::vector<std::string>& more = {}) {
 
 }  // namespace
 
-TEST_CASE("Ctrl-C in eval reports the rows that are finished and exits with 130", "[cli]") {
+TEST_CASE("Ctrl-C in eval, or SIGTERM, reports the rows that are finished and exits with 130", "[cli]") {
+  const int signal = GENERATE(SIGINT, SIGTERM);
   const TemporaryDirectory scratch;
   Spawned eval(long_eval(), scratch.file("out"));
   REQUIRE(eval.shows("2/2 niah 512"));
-  eval.interrupt();
+  eval.interrupt(signal);
   const int status = eval.wait();
   CAPTURE(eval.seen());
   REQUIRE(WIFEXITED(status));
@@ -129,19 +130,22 @@ TEST_CASE("Ctrl-C before anything is finished leaves an older result as it was",
   CHECK(read_file(plot) == "likewise");
 }
 
-TEST_CASE("a second Ctrl-C ends the process at once", "[cli]") {
+TEST_CASE("a second Ctrl-C or SIGTERM ends the process at once", "[cli]") {
+  const int first = GENERATE(SIGINT, SIGTERM);
+  const int second = GENERATE(SIGINT, SIGTERM);
+  CAPTURE(first, second);
   const TemporaryDirectory scratch;
   const std::string pipe = scratch.file("pipe");
   REQUIRE(::mkfifo(pipe.c_str(), 0600) == 0);
   // Nobody reads the pipe, so that the report of the first Ctrl-C is never written.
   Spawned eval(long_eval({"--output", pipe}), scratch.file("out"));
   REQUIRE(eval.shows("2/2 niah 512"));
-  eval.interrupt();
+  eval.interrupt(first);
   REQUIRE(eval.shows("interrupted"));
-  eval.interrupt();
+  eval.interrupt(second);
   const int status = eval.wait();
   CHECK(WIFSIGNALED(status));
-  CHECK(WTERMSIG(status) == SIGINT);
+  CHECK(WTERMSIG(status) == second);
 }
 
 TEST_CASE("Ctrl-C in a benchmark reports the lengths that are finished", "[cli]") {

@@ -39,7 +39,8 @@ int run(int argc, char** argv) {
   CLI::App app(
       "Long-context LLM decoding with the KV cache in host memory.\n"
       "Results go to standard output, progress and messages to standard error.\n"
-      "Exit codes: 0 ok, 1 failed check or run, 2 wrong usage or input, 3 unsupported here, 130 interrupted by Ctrl-C.",
+      "Exit codes: 0 ok, 1 failed check or run, 2 wrong usage or input, 3 unsupported here, 130 interrupted by Ctrl-C "
+      "or SIGTERM.",
       "sluice");
   app.require_subcommand(1);
   app.failure_message(CLI::FailureMessage::simple);

@@ -9,13 +9,25 @@
 namespace sluice::tools {
 namespace {
 
+constexpr std::array kSignals{SIGINT, SIGTERM};
 std::atomic<bool> asked{false};
 static_assert(std::atomic<bool>::is_always_lock_free);  // A signal handler may touch nothing else.
+
+void set(int signal, void (*handler)(int)) {
+  struct sigaction action {};
+  ::sigaction(signal, nullptr, &action);
+  if (action.sa_handler == SIG_IGN) return;
+  action.sa_handler = handler;
+  action.sa_flags = SA_RESTART;
+  ::sigemptyset(&action.sa_mask);
+  ::sigaction(signal, &action, nullptr);
+}
 
 void note(int) {
   asked.store(true);
   constexpr std::string_view kNews = "\nsluice: interrupted: what is finished is reported; Ctrl-C again ends at once\n";
   const int kept = errno;
+  for (const int signal : kSignals) set(signal, SIG_DFL);
   [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, kNews.data(), kNews.size());
   errno = kept;
 }
@@ -24,16 +36,15 @@ void note(int) {
 
 InterruptScope::InterruptScope() {
   asked.store(false);
-  ::sigaction(SIGINT, nullptr, &before_);
-  if (before_.sa_handler == SIG_IGN) return;
-  struct sigaction action {};
-  action.sa_handler = note;
-  action.sa_flags = SA_RESTART | static_cast<int>(SA_RESETHAND);
-  ::sigemptyset(&action.sa_mask);
-  ::sigaction(SIGINT, &action, nullptr);
+  for (std::size_t i = 0; i < kSignals.size(); ++i) {
+    ::sigaction(kSignals[i], nullptr, &before_[i]);
+    set(kSignals[i], note);
+  }
 }
 
-InterruptScope::~InterruptScope() { ::sigaction(SIGINT, &before_, nullptr); }
+InterruptScope::~InterruptScope() {
+  for (std::size_t i = 0; i < kSignals.size(); ++i) ::sigaction(kSignals[i], &before_[i], nullptr);
+}
 
 bool interrupted() noexcept { return asked.load(); }
 

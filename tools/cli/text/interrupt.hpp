@@ -2,13 +2,14 @@
 
 #include <signal.h>
 
+#include <array>
 #include <exception>
 
 namespace sluice::tools {
 
-/// While it lives, the first Ctrl-C is taken down instead of ending the process: long work stops at its next call of
-/// stop_if_interrupted, and what is finished can be reported. The second one ends the process at once. Where Ctrl-C was
-/// ignored, as behind nohup, it stays ignored. One at a time.
+/// While it lives, the first Ctrl-C, or SIGTERM, is taken down instead of ending the process: long work stops at its
+/// next call of stop_if_interrupted, and what is finished can be reported. The second one ends the process at once.
+/// What was ignored, as Ctrl-C behind nohup, stays ignored. One at a time.
 class InterruptScope {
  public:
   InterruptScope();
@@ -17,7 +18,7 @@ class InterruptScope {
   InterruptScope& operator=(const InterruptScope&) = delete;
 
  private:
-  struct sigaction before_ {};
+  std::array<struct sigaction, 2> before_{};  ///< of SIGINT and of SIGTERM
 };
 
 /// Ends long work from within. Caught where the finished part is.
