@@ -171,7 +171,7 @@ class EngineOptions:
         @throws OutOfCapacity if there is no room for what is not near; else as memory_needed"""
         near, lib = ctypes.c_uint64(), library()
         lib.check(lib.engine_options_near_within(ctypes.byref(self._to_struct()),
-                                                 _unsigned("device_bytes", device_bytes), ctypes.byref(near)))
+                                                 _unsigned("device_bytes", device_bytes, 64), ctypes.byref(near)))
         return near.value
 
     def _to_struct(self) -> structs.EngineOptions:
@@ -180,14 +180,14 @@ class EngineOptions:
         lib.check(lib.engine_options_init(ctypes.byref(struct), ctypes.sizeof(struct)))
         struct.device_type, struct.device_id = _device(self.device)
         if self.largest is not None:
+            if not isinstance(self.largest, Bucket):
+                raise InvalidArgument(f"largest is {self.largest!r}; it must be a sluice.Bucket")
             for field in dataclasses.fields(Bucket):
                 setattr(struct, f"largest_{field.name}", getattr(self.largest, field.name))
         if self.cores is not None:
-            struct.core_count = len(self.cores)
-            struct.cores = (ctypes.c_uint32 * len(self.cores))(*(_unsigned("cores", core) for core in self.cores))
+            struct.core_count, struct.cores = _numbers("cores", self.cores)
         if self.windows is not None:
-            struct.window_count = len(self.windows)
-            struct.windows = (ctypes.c_uint32 * len(self.windows))(*(_unsigned("windows", n) for n in self.windows))
+            struct.window_count, struct.windows = _numbers("windows", self.windows)
         kinds = dict(structs.EngineOptions._fields_)
         for name, value in self.__dict__.items():
             if name in _CHOICES and value is not None:
@@ -224,7 +224,7 @@ def policy_text(policy: str) -> bytes:
 
 
 def _device(name: str) -> tuple[int, int]:
-    kind, colon, number = name.partition(":")
+    kind, colon, number = str(name).partition(":")
     if kind == "cpu" and not colon:
         return structs.DEVICE_CPU, 0
     if kind == "cuda" and (number.isdecimal() if colon else True):
@@ -236,6 +236,16 @@ def _choice(name: str, word: str) -> int:
     if word not in _CHOICES[name]:
         raise InvalidArgument(f'{name} is "{word}"; it must be one of ' + ", ".join(_CHOICES[name]))
     return _CHOICES[name].index(word)
+
+
+def _numbers(name: str, values: Sequence[int]) -> tuple[int, ctypes.Array]:
+    try:
+        numbers = None if isinstance(values, str) else list(values)
+    except TypeError:
+        numbers = None
+    if numbers is None:
+        raise InvalidArgument(f"{name} is {values!r}; it must be a list of whole numbers")
+    return len(numbers), (ctypes.c_uint32 * len(numbers))(*(_unsigned(name, number) for number in numbers))
 
 
 def _unsigned(name: str, value: int, bits: int = 32) -> int:

@@ -106,6 +106,7 @@ def test_near_rows_get_what_everything_else_leaves_of_a_budget() -> None:
     assert made.memory_needed().device <= budget
     with pytest.raises(sluice.OutOfCapacity, match="without near rows the engine takes"):
         made.near_bytes_within(1 << 10)
+    assert made.near_bytes_within(80 << 30) == made.host_bytes  # All that there can be.
 
 
 def test_tables_of_near_rows_are_as_counted() -> None:

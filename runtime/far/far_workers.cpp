@@ -72,9 +72,13 @@ void FarWorkers::make_way() noexcept {
   bool taken = false;
   for (std::uint32_t i = 0; i < most_; ++i) {
     if (places_[i].load(std::memory_order_relaxed) != *here) continue;
-    // Before it is woken: where it wakes up it takes the core from who woke it.
-    if (!cores_.topology().bind_thread(threads_.handle(i), caller_place_)) return;
+    // Before it is woken: where it wakes up it takes the core from who woke it. Told first, bound then, so that one on
+    // its way to where it was sent before sees that, or is bound here behind it: see move().
     places_[i].store(caller_place_, std::memory_order_relaxed);
+    if (!cores_.topology().bind_thread(threads_.handle(i), caller_place_)) {
+      places_[i].store(*here, std::memory_order_relaxed);
+      return;
+    }
     taken = true;
   }
   if (!taken) return;
@@ -83,8 +87,10 @@ void FarWorkers::make_way() noexcept {
 }
 
 void FarWorkers::move(std::uint32_t thread, std::uint32_t& pu) const noexcept {
-  const std::uint32_t place = places_[thread].load(std::memory_order_relaxed);
-  if (options_.pin && place != std::exchange(pu, place)) (void)cores_.topology().bind_this_thread(place);
+  if (!options_.pin) return;
+  // Until it is where it is to be after it has been bound: meanwhile the caller may have sent it elsewhere.
+  for (std::uint32_t place = 0; (place = places_[thread].load(std::memory_order_relaxed)) != pu; pu = place)
+    (void)cores_.topology().bind_this_thread(place);
 }
 
 void FarWorkers::wake(std::uint64_t forward) {

@@ -71,8 +71,8 @@ class FarWorkers {
   [[nodiscard]] std::uint32_t active() const noexcept { return active_.load(std::memory_order_relaxed); }
   /// Whether these spin.
   [[nodiscard]] bool spins() const noexcept { return spins_.load(std::memory_order_relaxed); }
-  /// The core that the threads leave to the caller, as of the newest plan: where it ran then, if it is of their share;
-  /// kNone if they need all there are.
+  /// The core that the threads leave to the caller, as of the newest plan: where it ran then, if one of them was bound
+  /// there; kNone if they need all there are.
   [[nodiscard]] std::uint32_t caller_place() noexcept;
   /// Threads that answer nothing for a while, as others take their cores, see Presence: at most half of the active ones.
   [[nodiscard]] std::uint32_t aside() const noexcept { return aside_.load(std::memory_order_relaxed); }

@@ -143,6 +143,33 @@ TEST_CASE("threads leave the core on which the caller runs, wherever that is", "
   }).join();
 }
 
+TEST_CASE("threads leave the caller's core, too, on their way to where they were sent before", "[far_workers]") {
+  const cpu::Topology machine;
+  const auto cores = machine.core_order(0);
+  const auto threads = static_cast<std::uint32_t>(cores.size()) - 1;
+  if (threads == 0) return;  // One core, which all share.
+  Desk desk;
+  cpu::CoreShares shares;
+  FarWorkers workers = desk.workers(shares, machine, {.threads = threads});
+  // One run of ten or so finds a thread there, on a busy machine.
+  std::thread([&] {
+    std::uint64_t forward = 0;
+    bool right = true;
+    for (std::uint32_t round = 0; right && round < 1'000; ++round) {
+      std::uint32_t pu = 0;
+      for (std::uint32_t i = 0; i < 2 + round % 3; ++i) {
+        pu = cores[(round + i) % cores.size()];
+        if (!machine.bind_this_thread(pu)) return;
+        workers.wake(++forward);
+      }
+      CAPTURE(round);
+      CHECK((right = comes([&] { return workers.asleep() == 0 && threads_bound_to(pu) == 1; })));
+      desk.end(forward);
+      CHECK(comes([&] { return resting(workers) == threads; }));
+    }
+  }).join();
+}
+
 TEST_CASE("half of the threads stand aside where others take their cores, and come back where fewer are left",
           "[far_workers][presence]") {
   Desk desk;

@@ -9,6 +9,9 @@ namespace {
 /// Of rows of which rounding decides what they attend, one in as many may attend something else.
 constexpr std::uint64_t kUnlike = 10;
 
+/// Of each machine: the rarest of what goes wrong on purpose comes about once in 60.
+constexpr std::uint64_t kEnoughTurns = 1500;
+
 }  // namespace
 
 void Tally::add(const RoundStats& round, const Resources& now) {
@@ -48,8 +51,8 @@ std::vector<std::string> Tally::missing(const End& end) const {
                                                             {"comparison with float64", total_.checked}};
   const bool all = options_.all_kinds();
   if (all) wanted.emplace_back("sequence that was parked and resumed", total_.resumed);
-  // So many steps are enough for anything that may happen.
-  if (all && options_.steps != 0) {
+  // So many steps, or turns, are enough for anything that may happen.
+  if (all && (options_.steps != 0 || end.rounds * options_.turns >= kEnoughTurns)) {
     const std::pair<std::string, std::uint64_t> more[] = {{"comparison with the sequence alone", total_.alone},
                                                           {"replayed forward", total_.replayed},
                                                           {"delay of a thread", end.faults.delays},

@@ -166,3 +166,19 @@ TEST_CASE("a result that its file does not take goes to standard output, and not
   CHECK(json::parse(printed.substr(0, printed.rfind("code 1"))).at("command") == "policies");
   CHECK(scratch.entries() == 2);
 }
+
+TEST_CASE("tables that their files do not take go to standard output, each of them", "[cli]") {
+  const TemporaryDirectory scratch;
+  const std::string out = scratch.file("out");
+  // Nothing that is not empty can be written, but to a pipe.
+  CHECK(shell("{ (ulimit -f 0; % " + kLosing + "-o csv --output '" + scratch.file("result.csv") +
+              "' 2>/dev/null; echo \"code $?\"); } | cat >'" + out + "'") == 0);
+  const std::string printed = read_file(out);
+  CAPTURE(printed);
+  REQUIRE(printed.ends_with("code 1\n"));
+  const std::size_t between = printed.find("\n\n");
+  REQUIRE(between != std::string::npos);
+  check_one_table(printed.substr(0, between + 1), 1);
+  CHECK(printed.substr(between + 2).starts_with("task,length_tokens,policy,"));
+  CHECK(scratch.entries() == 1);
+}

@@ -65,6 +65,11 @@ TEST_CASE("plan: a budget of far tokens is written behind policies, printed, and
   const json advised = planner.rows(flags + " --far auto");
   REQUIRE(advised[0].at("policy") ==
           "sluice | top_k=1% | far=" + std::to_string(advised[0].at("far_budget_tokens").get<std::uint64_t>()));
+  // As other commands are advised, which do not know what was measured of the policy.
+  const auto of_quest = [&](const std::string& more) {
+    return planner.rows("--policies quest --length 64K --far auto" + more)[0].at("far_budget_tokens");
+  };
+  REQUIRE(of_quest("") == of_quest(" --near-hits 50%"));
   const json none = planner.rows("--policies 'full;magicpig;none' --length 8K --layers 1 --far auto");
   for (const json& row : none) REQUIRE(row.at("far_budget_tokens").is_null());
   for (const char* const wrong : {"--policies full --far 9", "--far 0", "--far some", "--far 101%"}) {
@@ -231,6 +236,11 @@ TEST_CASE("plan: what lies near is what was measured of the policy, no more than
   CHECK(window.first == Approx(0.05 * 8192 / 1024).epsilon(0.01));
   CHECK(hits("--policies streaming --length 64K").first == 1.0);
   CHECK(hits("--policies full --length 32K --near 10%").first == Approx(0.1));
+  // A budget of far tokens counts whoever has written it.
+  const Hits cut = hits("--policies 'quest | far=2048' --length 64K --near 1%");
+  CHECK(cut.second == "measured");
+  CHECK(hits("--policies quest --length 64K --near 1% --far 2048") == cut);
+  CHECK(hits("--policies quest --length 64K --near 1%").second == "room");
   // The CPU attends what it chooses where it is, and the device what it fetches.
   CHECK(hits("--policies lfps --length 32K --near-hits 90%") == Hits{0.0, "in place"});
   CHECK(hits("--policies lfps --length 32K --placements stream --near 10%") == Hits{0.8, "measured"});

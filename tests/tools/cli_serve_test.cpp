@@ -51,6 +51,21 @@ TEST_CASE("bench serve gives every request its tokens, under every policy and ra
   CHECK(rows[5].at("policy") == "lfps");
 }
 
+TEST_CASE("bench serve goes on where its file takes no rows", "[cli]") {
+  const TemporaryDirectory scratch;
+  const std::string out = scratch.file("out");
+  // Nothing that is not empty can be written, but to a pipe.
+  const Outcome outcome =
+      sluice::test::shell("{ (ulimit -f 0; '" + sluice::test::cli_path() + "' " + kServe +
+                          "--prompt 40 --answer 6 --batch 3 --rates 0,200 --policies full -o json --output '" +
+                          scratch.file("result.json") + "'; echo \"code $?\"); } | cat >'" + out + "'");
+  CAPTURE(outcome.err);
+  const std::string printed = sluice::test::read_file(out);
+  CAPTURE(printed);
+  REQUIRE(printed.ends_with("code 1\n"));
+  CHECK(json::parse(printed.substr(0, printed.rfind("code 1"))).at("results").at("serve").size() == 2);
+}
+
 TEST_CASE("bench serve takes lengths from a file, and preempts where memory is short", "[cli]") {
   const TemporaryDirectory scratch;
   const std::string lengths = "--lengths '" + scratch.write("lengths.csv", "prompt,answer\r\n32,40\r\n\n17,1\n") +

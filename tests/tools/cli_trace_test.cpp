@@ -111,6 +111,20 @@ TEST_CASE("run writes a trace in which every layer of every forward has its stag
   REQUIRE(report.at("results").contains("trace_stalls"));
 }
 
+TEST_CASE("a trace that its file does not take leaves the result as it is", "[cli]") {
+  const TemporaryDirectory scratch;
+  const std::string out = scratch.file("out");
+  // Nothing that is not empty can be written, but to a pipe.
+  (void)sluice::test::shell("{ (ulimit -f 0; '" + sluice::test::cli_path() + "' " + kRun +
+                            "--policy topk --near 0 --trace '" + scratch.file("trace.json") +
+                            "' -o json 2>/dev/null; echo \"code $?\"); } | cat >'" + out + "'");
+  const std::string printed = sluice::test::read_file(out);
+  CAPTURE(printed);
+  REQUIRE(printed.ends_with("code 1\n"));
+  const json report = json::parse(printed.substr(0, printed.rfind("code 1")));
+  CHECK(report.at("results").contains("trace_stages"));
+}
+
 TEST_CASE("run without a trace says nothing of stages", "[cli]") {
   const Outcome outcome = sluice::test::sluice(kRun + "-o json");
   REQUIRE(outcome.code == 0);

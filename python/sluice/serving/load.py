@@ -45,13 +45,13 @@ def load_config(model: str) -> transformers.PreTrainedConfig:
 
 
 def _damaged(model: str) -> str | None:
-    """A file of weights in a folder that is not as long as its header says, or has none. What transformers says of one
-    does not name it."""
+    """A file of weights in a folder that cannot be read, is not as long as its header says, or has none. What
+    transformers says of one does not name it."""
     for file in sorted(Path(model).glob("*.safetensors")):
         try:
             with safetensors.safe_open(file, "pt"):
                 pass
-        except safetensors.SafetensorError as error:
+        except (safetensors.SafetensorError, OSError) as error:
             return f"{file.name} is damaged, or was not copied whole ({error})"
     return None
 
@@ -60,12 +60,15 @@ def load_model(model: str, dtype: str, **options: Any) -> transformers.PreTraine
     """`dtype`: auto, or torch's name of one."""
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    damaged = _damaged(model)
-    if damaged:
-        raise CannotLoad(f"the model {model} cannot be loaded: {damaged}; fetch the file again")
-    with _loading(f"the model {model}"):
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            model, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **options)
+    try:
+        with _loading(f"the model {model}"):
+            return transformers.AutoModelForCausalLM.from_pretrained(
+                model, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **options)
+    except CannotLoad as error:
+        damaged = _damaged(model)  # Not before: a folder may have files that the model does without.
+        if damaged is None:
+            raise
+        raise CannotLoad(f"the model {model} cannot be loaded: {damaged}; fetch the file again") from error
 
 
 def end_ids(generation: transformers.GenerationConfig) -> frozenset[int]:

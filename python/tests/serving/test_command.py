@@ -180,6 +180,17 @@ def test_a_file_of_weights_that_is_cut_short_is_named(folder: Path, tmp_path: Pa
     weights.write_bytes(weights.read_bytes()[:-8])
     with pytest.raises(CannotLoad, match=f"{weights.name} is damaged, or was not copied whole"):
         load_model(str(cut), "auto")
+    weights.unlink()
+    weights.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CannotLoad, match=weights.name):
+        load_model(str(cut), "auto")
+
+
+def test_a_damaged_file_that_a_model_does_without(folder: Path, tmp_path: Path) -> None:
+    more = tmp_path / "more"
+    shutil.copytree(folder, more)
+    (more / "another.safetensors").write_bytes(b"cut")
+    assert load_model(str(more), "auto").config.vocab_size > 0
 
 
 def test_names_of_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

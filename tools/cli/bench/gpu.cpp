@@ -81,10 +81,11 @@ int run(const BenchGpuOptions& options) {
     report.config["handover"] = to_string(rig->handover());
     return *rig;
   };
+  std::string trace;
   for (const std::string& section : sections) {
     if (interrupted()) break;
     if (section == "attention") {
-      bench_gpu_attention(ready(), lengths, cases, trace_target, bar, report);
+      trace = bench_gpu_attention(ready(), lengths, cases, bar, report);
     } else if (section == "pipeline") {
       bench_gpu_pipeline(ready(), lengths, streamed, bar, report);
     } else {
@@ -92,7 +93,9 @@ int run(const BenchGpuOptions& options) {
       report.tables.push_back(bench_gpu_kernels(options.device, shape, options.page_tokens));
     }
   }
-  return deliver(report, options.output.format, target);
+  const ExitCode code = deliver(report, options.output.format, target);
+  if (!trace.empty()) trace_target.commit(trace);
+  return code;
 }
 
 }  // namespace

@@ -42,10 +42,8 @@ class GpuBench {
   }
   [[nodiscard]] Table take() { return table_.take(); }
   [[nodiscard]] Table costs() const { return costs_.take(); }
-  /// What was traced, to its file; and its tables.
-  void deliver_traces(const OutputTarget& target, std::vector<Table>& tables) const {
-    log_.deliver(rig_.rates(), target, tables);
-  }
+  /// What was traced, for its file; and its tables.
+  [[nodiscard]] std::string tell_traces(std::vector<Table>& tables) const { return log_.tell(rig_.rates(), tables); }
 
  private:
   void run(std::uint32_t length, const GpuCase& given, const SyntheticLayer& layer, const DeviceSteps& steps) {
@@ -132,8 +130,8 @@ class GpuBench {
 
 }  // namespace
 
-void bench_gpu_attention(GpuRig& rig, std::span<const std::uint32_t> lengths, std::vector<GpuCase> cases,
-                         const OutputTarget& trace_target, ProgressBar& bar, Report& report) {
+std::string bench_gpu_attention(GpuRig& rig, std::span<const std::uint32_t> lengths, std::vector<GpuCase> cases,
+                                ProgressBar& bar, Report& report) {
   GpuBench bench(rig, std::move(cases));
   try {
     for (const std::uint32_t length : lengths) bench.run(length, bar);
@@ -141,7 +139,7 @@ void bench_gpu_attention(GpuRig& rig, std::span<const std::uint32_t> lengths, st
   }
   report.tables.push_back(bench.take());
   if (rig.options().costs) report.tables.push_back(bench.costs());
-  if (!rig.options().trace.empty()) bench.deliver_traces(trace_target, report.tables);
+  return rig.options().trace.empty() ? std::string() : bench.tell_traces(report.tables);
 }
 
 }  // namespace sluice::tools

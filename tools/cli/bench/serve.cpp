@@ -162,10 +162,14 @@ int run(BenchServeOptions& options) {
   }
   ServeBench bench(options, *shape, model ? &*model : nullptr, device, load);
   bench.check(methods);
-  // What there is if this is ended before its time.
+  // What there is if this is ended before its time. A disk that is full may not be so at the end.
   const auto row_done = [&] {
-    if (target.is_file() && options.output.format != Format::csv)
+    if (!target.is_file() || options.output.format == Format::csv) return;
+    try {
       target.commit(render(report_of(options, *shape, *device, bench), options.output.format));
+    } catch (const Error& error) {
+      say(std::string(error.what()) + ". The rows so far are kept for the end");
+    }
   };
   const InterruptScope interrupts;
   bool whole_table = true;

@@ -77,14 +77,14 @@ AttentionShape shape_of(const PlanOptions& options) {
   return shape;
 }
 
-FarPlace far_place(const Workload& work) {
+FarPlace far_place(const Workload& work, double near_hits) {
   return {.shape = work.shape,
           .kv_dtype = work.kv_dtype,
           .placement = work.placement,
           .page_tokens = work.page_tokens,
           .rows = work.rows,
           .tokens = work.tokens,
-          .near_hits = work.near_hits};
+          .near_hits = near_hits};
 }
 
 /// Every policy, placement, length and number of rows: tables, and a curve for each number of rows.
@@ -116,12 +116,9 @@ class Plans {
         for (const std::uint32_t tokens : lengths) {
           work.tokens = tokens;
           if (usual) work.near_share = usual_near_share(tokens);
-          const NearHits hits = all_near ? NearHits{.share = 1.0, .from = "all near"} : hits_of(work, by_cpu);
-          work.near_hits = hits.share;
           for (const std::uint32_t count : rows) {
             work.rows = count;
-            work.linked = usual_linked(work, machine_);
-            add(policy, work, hits.from);
+            add(policy, work);
           }
         }
       }
@@ -132,19 +129,33 @@ class Plans {
   [[nodiscard]] const std::vector<PlannedSeries>& series() const noexcept { return series_; }
 
  private:
-  /// What the CPU chooses it attends in place, whatever is asked for.
-  [[nodiscard]] NearHits hits_of(const Workload& work, bool by_cpu) const {
+  [[nodiscard]] double asked_hits() const { return parse_share(options_.near_hits, "--near-hits"); }
+
+  /// `work` says all but its near_hits, unless these are all. What the CPU chooses it attends in place, whatever is
+  /// asked for.
+  [[nodiscard]] NearHits hits_of(const Workload& work) const {
+    if (work.near_hits == 1.0) return {.share = 1.0, .from = "all near"};
+    const bool by_cpu = scheduler::chooser(work.policy) == scheduler::Chooser::cpu;
     const bool in_place = by_cpu && work.placement == PlacementMode::hybrid;
     if (options_.near_hits.empty() || in_place) return usual_near_hits(work);
-    return {.share = parse_share(options_.near_hits, "--near-hits"), .from = "given"};
+    return {.share = asked_hits(), .from = "given"};
   }
 
-  void add(const std::string& policy, Workload work, const char* hits_from) {
-    const std::string name = with_far(policy, options_.far, far_place(work),
+  /// What a budget of far tokens is advised for: as other commands have it, which know no more of the policy.
+  [[nodiscard]] double far_hits(const Workload& work) const {
+    if (work.near_hits == 1.0) return 1.0;
+    return options_.near_hits.empty() ? usual_near_hits(work.near_share) : asked_hits();
+  }
+
+  void add(const std::string& policy, Workload work) {
+    const std::string name = with_far(policy, options_.far, far_place(work, far_hits(work)),
                                       [&] { return rates_for(work.policy, machine_.policies, machine_.rates); });
     work.policy = parse_policy(name);
+    const NearHits hits = hits_of(work);
+    work.near_hits = hits.share;
+    work.linked = usual_linked(work, machine_);
     const WorkloadPlan found = plan(work, machine_, options_.weights);
-    times_.rows.push_back(plan_row({name, hits_from}, work, machine_, options_.weights, found));
+    times_.rows.push_back(plan_row({name, hits.from}, work, machine_, options_.weights, found));
     memory_.rows.push_back(memory_row(name, work, found.memory));
     const std::string curve =
         policy + ", " + placement_of(work) + (work.rows == 1 ? "" : ", " + std::to_string(work.rows) + " sequences");

@@ -138,16 +138,18 @@ int run(const RunOptions& options) {
                   {"resumed_tokens", resumed_tokens},
                   {"graph_replays", runner->replays()}};
   report.tables.push_back(summary(generation, prompt.size(), policy, engine, session));
+  std::string trace;
   if (sizes.largest.trace) {
     const PageLayout layout{
         .page_tokens = sizes.page_tokens, .head_dim = sizes.shape.head_dim, .dtype = sizes.kv_dtype};
-    log.deliver(measured_rates(device.get(), layout.page_bytes(), sizes.threads), trace_target, report.tables);
+    trace = log.tell(measured_rates(device.get(), layout.page_bytes(), sizes.threads), report.tables);
   }
   if (options.output.path.empty() && !json_on_stdout) {
     write_stderr(render(report, options.output.format));
   } else {
     (void)deliver(std::move(report), options.output.format, target);
   }
+  if (!trace.empty()) trace_target.commit(trace);
   return kOk;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -11,13 +12,36 @@
 namespace sluice::tools {
 namespace {
 
+/// Writes texts to files. What took hours must not be lost because the disk has filled up meanwhile: what a file does
+/// not take is printed.
+class Delivery {
+ public:
+  template <class Commit>
+  void put(const std::string& text, const Commit& commit) {
+    try {
+      commit(text);
+    } catch (const Error& error) {
+      write_stdout((failure_ ? "\n" : "") + text);
+      if (!failure_) failure_ = error;
+    }
+  }
+  /// @throws Error if something was printed
+  void end() const {
+    if (failure_)
+      throw Error(failure_->code(), std::string(failure_->what()) + ". The result went to standard output instead");
+  }
+
+ private:
+  std::optional<Error> failure_;
+};
+
 /// The tables of a CSV report but for the first.
-void deliver_further(const Report& report, const OutputTarget& target) {
+void deliver_further(const Report& report, const OutputTarget& target, Delivery& delivery) {
   std::string left_out;
   for (std::size_t i = 1; i < report.tables.size(); ++i) {
     const Table& table = report.tables[i];
     if (target.is_file()) {
-      target.beside(table.key).commit(to_csv(table));
+      delivery.put(to_csv(table), [&](const std::string& text) { target.beside(table.key).commit(text); });
     } else if (!table.rows.empty()) {
       left_out += (left_out.empty() ? "" : ", ") + table.key;
     }
@@ -29,17 +53,6 @@ void deliver_further(const Report& report, const OutputTarget& target) {
 
 bool is_empty(const Report& report) {
   return std::ranges::all_of(report.tables, [](const Table& table) { return table.rows.empty(); });
-}
-
-/// What took hours must not be lost because the disk has filled up meanwhile.
-void commit_or_print(const std::string& text, const OutputTarget& target) {
-  try {
-    target.commit(text);
-  } catch (const Error& error) {
-    if (!target.is_file()) throw;
-    write_stdout(text);
-    throw Error(error.code(), std::string(error.what()) + ". The result went to standard output instead");
-  }
 }
 
 }  // namespace
@@ -132,8 +145,15 @@ ExitCode deliver(Report report, Format format, const OutputTarget& target) {
     say("nothing was finished; no result is written, and a file that was there is as it was");
     return kInterrupted;
   }
-  commit_or_print(render(report, format), target);
-  if (format == Format::csv) deliver_further(report, target);
+  const std::string text = render(report, format);
+  Delivery delivery;
+  if (target.is_file()) {
+    delivery.put(text, [&](const std::string& all) { target.commit(all); });
+  } else {
+    target.commit(text);
+  }
+  if (format == Format::csv) deliver_further(report, target, delivery);
+  delivery.end();
   return cut ? kInterrupted : kOk;
 }
 

@@ -130,11 +130,10 @@ Table TraceLog::stalls() const {
   return table;
 }
 
-void TraceLog::deliver(const scheduler::LaneRates& rates, const OutputTarget& target,
-                       std::vector<Table>& tables) const {
-  target.commit(to_chrome(rates));
+std::string TraceLog::tell(const scheduler::LaneRates& rates, std::vector<Table>& tables) const {
   tables.push_back(stages(rates));
   tables.push_back(stalls());
+  return to_chrome(rates);
 }
 
 }  // namespace sluice::tools

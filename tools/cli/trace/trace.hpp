@@ -32,8 +32,9 @@ class TraceLog {
   [[nodiscard]] Table stages(const scheduler::LaneRates& rates) const;
   /// Who waited for whom, by cause: per forward, and as a share of the time from plans to ends.
   [[nodiscard]] Table stalls() const;
-  /// The first of these to a file, and both tables behind those of a report.
-  void deliver(const scheduler::LaneRates& rates, const OutputTarget& target, std::vector<Table>& tables) const;
+  /// The first of these, for a file that is written behind the report: what was measured must not be lost with it. And
+  /// both tables behind those of a report.
+  [[nodiscard]] std::string tell(const scheduler::LaneRates& rates, std::vector<Table>& tables) const;
 
  private:
   struct Entry {
