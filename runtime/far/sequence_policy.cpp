@@ -265,6 +265,14 @@ void SequencePolicy::truncate(std::uint32_t tokens) noexcept {
   });
 }
 
+void SequencePolicy::keep_at_most(std::uint32_t tokens) noexcept {
+  for (HeadState& each : heads_) {
+    if (each.keep == kNone) continue;  // A thread may be learning from what stays.
+    each.keep = std::min(each.keep, tokens);
+    each.tokens = std::min(each.tokens, tokens);
+  }
+}
+
 void SequencePolicy::weigh(std::uint32_t layer, std::uint32_t kv_head) noexcept {
   state_of(layer, kv_head).heap_bytes.store(layers_[layer]->heap_bytes(kv_head), std::memory_order_relaxed);
 }
