@@ -17,7 +17,11 @@ bool Engine::Impl::learns_on(const Sequence& sequence, std::uint32_t tokens) con
 
 void Engine::Impl::take_back_choices(Sequence& sequence, std::uint32_t tokens) {
   if (tokens == sequence.tokens || !sequence.policy) return;
-  if (learns_on(sequence, tokens)) return sequence.end_policy_at(tokens);
+  if (learns_on(sequence, tokens)) {
+    // A forward behind drafts that are rejected now may have chosen in vain, with them visible.
+    sequence.policy->keep_at_most(tokens);
+    return sequence.end_policy_at(tokens);
+  }
   const auto rest = runtime::SequencePolicy::rest(sequence.policy, options.timeout);
   sequence.policy->learn_all(good);  // How far it goes back must not depend on whether a thread has had time.
   sequence.shorten_policy(tokens);

@@ -173,6 +173,7 @@ void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypas
   const float* const q = whole.q(kv_head);
   HostKv kv = reader(layer, kv_head, blocks_, visible);
   kv.share(caller);
+  mine.tokens = visible;  // Also if it fails: what the step has begun by then is to be taken back.
   const scheduler::NearSet near{
       .sink_end = window.sink_end, .recent_begin = window.recent_begin, .page_tokens = memory_.layout.page_tokens};
   layers_[layer]->select({.kv_head = kv_head,
@@ -186,7 +187,6 @@ void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypas
                           .kv = &kv,
                           .layer = &whole},
                          row, bypass, counters);
-  mine.tokens = visible;
   if (!layers_[layer]->wants_observation(kv_head)) return weigh(layer, kv_head);
   mine.lesson.store(forward, std::memory_order_release);
 }
@@ -263,6 +263,14 @@ void SequencePolicy::truncate(std::uint32_t tokens) noexcept {
     }
     each.tokens = tokens;
   });
+}
+
+void SequencePolicy::keep_at_most(std::uint32_t tokens) noexcept {
+  for (HeadState& each : heads_) {
+    if (each.keep == kNone) continue;  // A thread may be learning from what stays.
+    each.keep = std::min(each.keep, tokens);
+    each.tokens = std::min(each.tokens, tokens);
+  }
 }
 
 void SequencePolicy::weigh(std::uint32_t layer, std::uint32_t kv_head) noexcept {

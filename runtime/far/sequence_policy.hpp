@@ -96,6 +96,9 @@ class SequencePolicy {
   /// As if nothing had ever been chosen with more than `tokens` visible tokens. While no thread chooses or learns. Each
   /// head takes its steps back when it chooses next, by the thread that it does so on.
   void truncate(std::uint32_t tokens) noexcept;
+  /// There are no more than `tokens` tokens now, which nothing that stays was chosen behind: what heads have still to
+  /// take back ends there, too. While no thread chooses; others may learn.
+  void keep_at_most(std::uint32_t tokens) noexcept;
   /// Of the heap: what each head held when it last began, chose or learnt.
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;
   /// Nothing is learnt any more, by any thread, and all is freed. Only between forwards, while no thread learns.

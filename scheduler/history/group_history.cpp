@@ -103,11 +103,11 @@ void GroupHistory::forget_candidates() {
 
 void GroupHistory::follow(std::uint32_t tokens) {
   if (tokens == tokens_) return;
-  tokens_ = tokens;
   for (Head& head : heads_) {
     head.vertical.extend(tokens - std::min(tokens, sinks_));
     head.slash.extend(tokens - std::min(tokens, sinks_));
   }
+  tokens_ = tokens;  // Only now: should there be no memory, it is to be done again.
 }
 
 void GroupHistory::unite_followed(TokenSet& set) const {

@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "scheduler/history/group_history.hpp"
 #include "tests/scheduler/walker.hpp"
 #include "tests/support/random.hpp"
 
@@ -192,5 +193,28 @@ TEST_CASE("a choice that found no memory behind steps that were taken back is wh
       CAPTURE(at, which);
       REQUIRE(choice == want[kPrompt + at + 1]);
     }
+  }
+}
+
+TEST_CASE("a forecast that found no memory to be carried on is carried on when there is some", "[undo]") {
+  constexpr std::uint32_t kHeads = 2, kSinks = 4, kTokens = kSinks + 32;  // Tables of a whole block.
+  const long which = GENERATE(0L, 1L, 2L, 3L);
+  CAPTURE(which);
+  GroupHistory history({.observe_every = 4}, kHeads, kSinks);
+  history.begin({.tokens = kTokens});
+  history.forecast(kTokens);
+  sluice::test::fail_own_allocation(which);
+  bool failed = false;
+  try {
+    history.follow(kTokens + 1);
+  } catch (const std::bad_alloc&) {
+    failed = true;
+  }
+  sluice::test::fail_own_allocation(-1);
+  REQUIRE(failed);
+  history.follow(kTokens + 1);
+  for (std::uint32_t h = 0; h < kHeads; ++h) {
+    REQUIRE(history.vertical(h).size() == 33);
+    REQUIRE(history.slash(h).size() == 33);
   }
 }

@@ -15,8 +15,7 @@ struct Part {
   std::uint32_t count = 0;
   std::uint32_t right = 0;  ///< of drafts, as many are accepted
   bool prefill = false;
-  std::size_t call = 0;         ///< of the sequence
-  std::uint32_t retracted = 0;  ///< Sequence::retracted when it was planned
+  std::size_t call = 0;  ///< of the sequence
 };
 
 /// What the caller of a forward does wrong.

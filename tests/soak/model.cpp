@@ -48,7 +48,15 @@ std::string Sequence::name() const { return "sequence " + std::to_string(id.valu
 
 std::string Sequence::story() const {
   std::string text = name() + ", begun as " + first_policy + ":";
-  for (const Call& call : calls) {
+  auto lost = vain.begin();
+  const auto tell_lost = [&](std::size_t before) {
+    for (; lost != vain.end() && lost->call <= before; ++lost)
+      text += std::string(" [in vain: ") + name_of(lost->prefill ? Call::Kind::prompt : Call::Kind::decode) + " " +
+              std::to_string(lost->tokens) + "]";
+  };
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    const Call& call = calls[i];
+    tell_lost(i);
     const bool grows = !call.tokens.empty();
     text += std::string(" ") + name_of(call.kind) + " " + std::to_string(grows ? call.tokens.size() : call.count);
     if (call.kind == Call::Kind::import) text += " with " + std::to_string(call.count) + " queries";
@@ -56,11 +64,23 @@ std::string Sequence::story() const {
     text += ",";
   }
   text.back() = '.';
+  tell_lost(calls.size());
   return text;
 }
 
 bool has_decoded(const Sequence& sequence) {
   return std::ranges::find(sequence.calls, Call::Kind::decode, &Call::kind) != sequence.calls.end();
+}
+
+bool begins_again(const Sequence& sequence, std::size_t call) {
+  bool prompt = false;
+  while (call-- > 0) {
+    const Call& before = sequence.calls[call];
+    if (before.kind == Call::Kind::decode) return prompt;
+    if (before.kind == Call::Kind::park || !before.policy.empty()) return false;
+    prompt |= before.kind == Call::Kind::prompt || before.kind == Call::Kind::import;
+  }
+  return false;
 }
 
 void PageModel::fork(SequenceId parent, SequenceId child, std::uint32_t tokens) {

@@ -79,6 +79,13 @@ struct Call {
   std::uint32_t drafts = 1;             ///< of the bucket in which tokens were decoded
 };
 
+/// What was planned of a sequence and came to nothing.
+struct Vain {
+  std::size_t call = 0;  ///< that came next
+  bool prefill = false;
+  std::uint32_t tokens = 0;
+};
+
 /// Outputs of one row, all layers.
 struct Said {
   std::size_t call = 0;
@@ -101,13 +108,17 @@ struct Sequence {
   /// What its policy chooses depends on when threads did what, as something was taken back from which it may have
   /// learnt.
   bool uncertain = false;
-  bool queries_lost = false;    ///< of older tokens of its prompt: queries of a chunk that failed took their place
-  std::uint32_t retracted = 0;  ///< parts of forwards that came to nothing
+  /// Tokens that there were when its policy began again behind a further prompt, while nothing is decoded behind them:
+  /// cut to no more than these it has forgotten what, had that never been, it would know. kNone: it has not.
+  std::uint32_t begun_again = kNone;
+  /// Queries of tokens before this one may be lost: those of a chunk that failed took their place.
+  std::uint32_t queries_from = 0;
   bool disturbed = false;       ///< something that it had planned came to nothing
   // For the same alone; `said` is empty unless it is one of a sample.
   bool sampled = false;
   std::string first_policy{};  ///< of the ancestor with which `calls` begin
   std::vector<Call> calls{};
+  std::vector<Vain> vain{};  ///< in order; for messages
   std::vector<Said> said{};
 
   [[nodiscard]] std::uint32_t planned() const noexcept { return static_cast<std::uint32_t>(tokens.size()); }
@@ -119,6 +130,10 @@ struct Sequence {
 
 /// Whether something was decoded, be it what is still in flight.
 [[nodiscard]] bool has_decoded(const Sequence& sequence);
+
+/// Whether what is decoded as call `call` comes first behind a further prompt, for which a policy begins again that has
+/// learnt from tokens before it.
+[[nodiscard]] bool begins_again(const Sequence& sequence, std::size_t call);
 
 /// Which pages sequences hold, as lists of numbers. A page is a block of each stack of layers; of those with windows
 /// sequences let go of the first ones.

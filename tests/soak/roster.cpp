@@ -123,10 +123,14 @@ void Roster::fork(Sequence& parent, bool under_its_own_policy) {
   child.settled = tokens;
   child.uncertain = parent.uncertain;
   child.disturbed = parent.disturbed;
-  if (policy.empty()) note_shorter(parent, tokens, child);
-  child.queries_lost = parent.queries_lost;
+  if (policy.empty()) {
+    child.begun_again = parent.begun_again;
+    note_shorter(parent, tokens, child);
+  }
+  child.queries_from = std::min(parent.queries_from, tokens);
   child.first_policy = parent.first_policy;
   child.calls = parent.calls;
+  child.vain = parent.vain;
   child.calls.push_back({.kind = Call::Kind::fork, .count = tokens, .policy = policy});
   Sequence& added = add(id, std::move(child));
   if (random_.below(2) == 0) added.prompt_left = 0;  // It goes on with what it has been given.
@@ -142,6 +146,7 @@ std::uint32_t Roster::draw_shorter(const Sequence& sequence) {
 
 void Roster::note_shorter(const Sequence& sequence, std::uint32_t tokens, Sequence& shorter) {
   const std::uint32_t back = sequence.settled - tokens;
+  if (back != 0 && sequence.begun_again != kNone && tokens <= sequence.begun_again) shorter.uncertain = true;
   if (sequence.disturbed && has_decoded(sequence) && back > surely_undone(sequence.spec)) shorter.uncertain = true;
 }
 
@@ -157,6 +162,7 @@ void Roster::truncate(Sequence& sequence, std::uint32_t tokens) {
   pages_.truncate(sequence.id, tokens);
   sequence.tokens.resize(tokens);
   sequence.settled = tokens;
+  sequence.queries_from = std::min(sequence.queries_from, tokens);
   sequence.calls.push_back({.kind = Call::Kind::truncate, .count = tokens});
 }
 
@@ -201,7 +207,7 @@ void Roster::import(Sequence& sequence) {
     import_layers(sequence, tokens, queries, 1 + random_.below(driven_.pool.shape().layers - 1));
     pages_.grow(sequence.id, sequence.planned(), count);
     sequence.disturbed = true;
-    sequence.queries_lost = true;
+    sequence.queries_from = sequence.planned();
     require_error(Errc::invalid_argument, "truncate within an import",
                   [&] { driven_.engine.truncate(sequence.id, sequence.settled); });
   }
@@ -210,7 +216,8 @@ void Roster::import(Sequence& sequence) {
   } catch (const Error& error) {
     // What was to break a forward has broken this.
     if (error.code() != Errc::device || !driven_.trouble) throw;
-    sequence.disturbed = sequence.queries_lost = true;
+    sequence.disturbed = true;
+    sequence.queries_from = sequence.planned();
     import_layers(sequence, tokens, queries, driven_.pool.shape().layers);
   }
   if (!broken_off) pages_.grow(sequence.id, sequence.planned(), count);
@@ -269,13 +276,23 @@ void Roster::plan_in_vain(std::span<const PlanItem> items) {
   }
 }
 
+void Roster::note_begun(std::span<const PlanItem> items) {
+  for (const PlanItem& item : items) {
+    Sequence& sequence = **std::ranges::find(sequences_, item.sequence, [](const auto& s) { return s->id; });
+    const bool decodes = !item.prefill && scheduler::remembers(sequence.spec);
+    if (decodes && begins_again(sequence, sequence.calls.size())) sequence.begun_again = sequence.planned();
+  }
+}
+
 void Roster::settle(const Sequence& sequence) { pages_.settle(sequence.id, sequence.settled); }
 
 void Roster::plan(Sequence& sequence, std::vector<std::uint32_t> tokens, bool prefill, std::uint32_t drafts) {
+  // Its policy looks at what is left of them.
+  const std::uint32_t queries = scheduler::prompt_queries(sequence.spec);
+  if (!prefill && sequence.queries_from != 0 && sequence.planned() < sequence.queries_from + queries)
+    sequence.uncertain = true;
   pages_.grow(sequence.id, sequence.planned(), static_cast<std::uint32_t>(tokens.size()));
   sequence.tokens.insert(sequence.tokens.end(), tokens.begin(), tokens.end());
-  // Its policy looks at what is left of them.
-  if (!prefill && sequence.queries_lost && scheduler::prompt_queries(sequence.spec) != 0) sequence.uncertain = true;
   sequence.calls.push_back(
       {.kind = prefill ? Call::Kind::prompt : Call::Kind::decode, .tokens = std::move(tokens), .drafts = drafts});
   ++sequence.in_flight;

@@ -67,6 +67,8 @@ class Roster {
   void plan(Sequence& sequence, std::vector<std::uint32_t> tokens, bool prefill, std::uint32_t drafts);
   /// The device has refused a plan of these: blocks that they would go on in are theirs.
   void plan_in_vain(std::span<const PlanItem> items);
+  /// A plan of these came to nothing: their policies may have begun again for it.
+  void note_begun(std::span<const PlanItem> items);
   /// What was planned for it has come to its end.
   void settle(const Sequence& sequence);
   [[nodiscard]] std::vector<std::uint32_t> draw(std::uint32_t count);

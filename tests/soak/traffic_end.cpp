@@ -100,11 +100,9 @@ void Traffic::succeed(const Flight& flight) {
     }
     sequence.settled += part.count;
     roster_.settle(sequence);
-    // Not by what was planned before they were lost.
-    if (part.prefill && part.count >= scheduler::prompt_queries(sequence.spec) && part.retracted == sequence.retracted)
-      sequence.queries_lost = false;
     sequence.audited += flight.bucket.audit && !part.prefill ? part.count : 0;
     stats_.decoded += part.prefill ? 0 : part.count;
+    if (!part.prefill && part.first >= sequence.begun_again) sequence.begun_again = kNone;
     if (part.right != part.count) sequence.keep = std::min(sequence.keep, part.first + part.right);
     rows += part.count;
   }
@@ -189,14 +187,16 @@ void Traffic::retract(const Flight& flight, bool ran) {
     Sequence& sequence = *part.sequence;
     const bool remembers = scheduler::remembers(sequence.spec);
     sequence.disturbed = true;
-    ++sequence.retracted;
-    sequence.queries_lost |= part.prefill && part.first != 0;
+    if (part.prefill) sequence.queries_from = part.first;
     // Threads may have learnt more than can be taken back; a policy that has looked at a prompt in vain has forgotten.
     const bool learns_much = sequence.spec.uses(Source::history) && sequence.spec.budget.kind == BudgetKind::top_p;
     if (remembers && (part.prefill ? has_decoded(sequence) : ran && learns_much)) sequence.uncertain = true;
+    if (remembers && !part.prefill && begins_again(sequence, part.call)) sequence.begun_again = part.first;
     (part.prefill ? sequence.prompt_left : sequence.decode_left) += part.count;
     sequence.tokens.resize(std::min<std::size_t>(sequence.tokens.size(), part.first));
     sequence.calls.resize(std::min(sequence.calls.size(), part.call));
+    for (Vain& behind : sequence.vain) behind.call = std::min(behind.call, part.call);
+    sequence.vain.push_back({.call = part.call, .prefill = part.prefill, .tokens = part.count});
     std::erase_if(sequence.said, [&](const Said& said) { return said.call >= part.call; });
   }
 }

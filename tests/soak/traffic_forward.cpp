@@ -99,8 +99,7 @@ void Traffic::fill(Flight& flight, std::vector<PlanItem>& items, std::vector<std
                             .first = sequence->planned(),
                             .count = count,
                             .right = right,
-                            .prefill = prefill,
-                            .retracted = sequence->retracted});
+                            .prefill = prefill});
     tokens.push_back(roster_.draw(count));
     for (const std::uint32_t token : tokens.back()) tensors_[flight.tensors].set(row++, driven_.pool, token);
   }
@@ -115,6 +114,8 @@ bool Traffic::plan(Flight& flight, const std::vector<PlanItem>& items) {
       make_room();
     } else if (!driven_.trouble || !refused(error, items)) {
       throw;
+    } else {
+      roster_.note_begun(items);
     }
     return false;
   }

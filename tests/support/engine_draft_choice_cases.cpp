@@ -1,6 +1,7 @@
 // Drafts that are verified together and whose policy chooses on the CPU: once for a team, by its first row.
 #include <algorithm>
 #include <array>
+#include <thread>
 
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
@@ -12,6 +13,7 @@
 using namespace sluice;
 using namespace sluice::test;
 using policies::kShape;
+using namespace std::chrono_literals;
 
 namespace {
 
@@ -109,6 +111,50 @@ TEST_CASE("teams that are taken back one after another leave their policy as it 
     const std::uint32_t right = 1 + random.below(kDrafts);
     const auto want = step(calm, right);
     REQUIRE(difference(step(teller, right).out, want.out) < policies::tolerance(rig));
+  }
+}
+
+TEST_CASE("what was chosen in vain behind a team is forgotten with the team's drafts", "[engine][drafts][undo]") {
+  constexpr std::array kPolicies{"history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16",
+                                 "lfps:bypass=0,recent=2",
+                                 "tactic:least=64,size=4,recluster=64,recent=2",
+                                 "exact | channels=8 | top_k=24 | near=0,sinks=2,recent=2",
+                                 "exact | hadamard | top_k=24 | near=0,sinks=2,recent=2",
+                                 "infinigen:alpha=1 | dense=1 | near=0,sinks=2,recent=2"};
+  const char* const policy = GENERATE_COPY(from_range(kPolicies));
+  CAPTURE(policy);
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, kPrompt + 70, 680), other(kShape, kPrompt + 80, 681);
+  Engine engine(options_of(rig, 0, PlacementMode::hybrid), rig.device);
+  Teller calm = begin(engine, rig, story, policy);
+  Teller teller = begin(engine, rig, story, policy);
+  Random random(682);
+  const Bucket bucket = bucket_of(kDrafts);
+  ForwardTensors team(*rig.device, kShape, bucket.rows()), behind(*rig.device, kShape, bucket.rows());
+  const auto enqueue = [&](ForwardTensors& tensors, const Story& of, std::uint32_t first, std::uint32_t count) {
+    for (std::uint32_t i = 0; i < count; ++i) tensors.set(i, of, first + i);
+    const PlanItem item{.sequence = teller.id, .tokens = count};
+    const Batch batch = engine.plan({&item, 1}, bucket, rig.stream);
+    tensors.attend(engine, bucket, rig.stream);
+    return batch;
+  };
+  while (calm.at + kDrafts <= story.tokens()) {
+    const std::uint32_t first = calm.at;
+    const std::uint32_t right = 1 + random.below(kDrafts);
+    CAPTURE(first, right);
+    const auto want = drafts::run(engine, rig, bucket, {{&calm, kDrafts}})[0][0];
+    engine.truncate(calm.id, calm.at = first + right);
+    Story mixed(kShape, other.tokens(), 683);
+    mixed.begin_as(other, other.tokens());
+    mixed.begin_as(story, first + right);
+    const Batch stays = enqueue(team, mixed, first, kDrafts);
+    const Batch goes = enqueue(behind, mixed, first + kDrafts, 1);
+    engine.finish(stays);
+    rig.synchronize();
+    if (random.below(2) == 0) std::this_thread::sleep_for(2ms);  // Threads may have learnt from it, or not.
+    engine.cancel(goes);
+    REQUIRE(difference(team.out(0), want.out) < policies::tolerance(rig));
+    engine.truncate(teller.id, first + right);
   }
 }
 
