@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# Of a policy and a cell the first file counts: the default of today is before that of the builds which made the others.
-ANSWERS = ("quality_default.json", "quality.json", "baselines.json", "infinigen.json", "presets.json")
+# Of a policy and a cell the first file counts: the one with most prompts, and today's default before that of the builds
+# which made the others.
+ANSWERS = ("presets.json", "quality_default.json", "quality.json", "baselines.json", "infinigen.json")
 TIMES = "presets_gpu.json"
 # The build of these times had another `sluice`, and today's as a composition. A file of a later build has no such row.
 TIMED_AS = {"sluice": "sluice | top_k=max(64, 0.25%) | rest=mean | page=32"}
-SEED, DECODED, PROMPTS, LENGTHS = 4242, 24, 8, (2048, 8192)
+SEED, DECODED, PROMPTS, LENGTHS = 4242, 24, (8, 32), (2048, 8192)
 TASKS = ("niah", "multikey", "kv")
 LENGTH = 8192  # of bytes and times
 
@@ -26,7 +27,7 @@ class Point(NamedTuple):
     policy: str
     accuracy: float  # right answers of all cells, a share
     bytes_share: float  # read, of what dense attention reads
-    mass: float  # of the softmax, that is attended
+    mass: float  # of the softmax, that is attended; of the first file that has it, NaN if none does
     source: str
     layer_us: dict[int, float]  # by length
     dense_us: dict[int, float]
@@ -42,19 +43,16 @@ def reports(file: Path) -> Iterator[dict]:
 
 
 def answers(data: Path) -> Iterator[tuple[str, dict]]:
-    """Rows of `eval` that are comparable, with their file; of a policy and a cell the first."""
-    seen = set()
+    """Rows of `eval` that are comparable, with their file, the first files first."""
     for name in ANSWERS:
         if not (data / name).exists():
             continue
         for report in reports(data / name):
             config = report["config"]
-            if (config["seed"], config["decode_prompt"], config["count"]) != (SEED, DECODED, PROMPTS):
+            if (config["seed"], config["decode_prompt"]) != (SEED, DECODED) or config["count"] not in PROMPTS:
                 continue
             for row in report["results"].get("eval", []):
-                cell = (row["policy"], row["task"], row["length_tokens"])
-                if row["task"] in TASKS and row["length_tokens"] in LENGTHS and cell not in seen:
-                    seen.add(cell)
+                if row["task"] in TASKS and row["length_tokens"] in LENGTHS:
                     yield name, row
 
 
@@ -79,18 +77,23 @@ def times(data: Path) -> tuple[dict[str, dict[int, float]], dict[int, float], st
 
 def points(data: Path) -> tuple[list[Point], str]:
     """Of the policies that have all cells, by accuracy, then by time."""
-    of_policy: dict[str, list[tuple[str, dict]]] = {}
+    of_policy: dict[str, dict[tuple, tuple[str, dict]]] = {}
+    masses: dict[str, dict[str, float]] = {}
     for name, row in answers(data):
-        of_policy.setdefault(row["policy"], []).append((name, row))
+        of_policy.setdefault(row["policy"], {}).setdefault((row["task"], row["length_tokens"]), (name, row))
+        if row["length_tokens"] == LENGTH and row["coverage_mean"] is not None:
+            masses.setdefault(row["policy"], {}).setdefault(row["task"], row["coverage_mean"])
     layer_us, dense_us, gpu = times(data)
     found = []
-    for policy, rows in of_policy.items():
+    for policy, cells in of_policy.items():
+        rows = list(cells.values())
         if len(rows) != len(TASKS) * len(LENGTHS):
             continue
+        mass = list(masses.get(policy, {}).values())
         long = [row for _, row in rows if row["length_tokens"] == LENGTH]
         found.append(Point(policy, sum(row["accuracy"] for _, row in rows) / len(rows),
                            sum(row["near_bytes_share"] + row["far_bytes_share"] for row in long) / len(long),
-                           sum(row["coverage_mean"] for row in long) / len(long), rows[0][0],
+                           sum(mass) / len(mass) if mass else float("nan"), rows[0][0],
                            layer_us.get(policy, {}), dense_us))
     return sorted(found, key=lambda point: (-point.accuracy, point.layer_us.get(LENGTH, float("inf")), point.bytes_share)), gpu
 
