@@ -23,7 +23,7 @@ RECORD_PATTERN_LENGTHS=128K (8K without a GPU)
 RECORD_PYTHON=python3 (figures of the papers are parts where it has torch, transformers and matplotlib, models of transformers
 where it has the package, too, and torch a GPU; compare-* measures what attention kernels it has)
 RECORD_FAR="--far 2048 --far-shape llama-3.1-8b" (of paired-*; empty: no budget)
-RECORD_FIGURES="--count 2 --steps 24" RECORD_PAIRS=32 RECORD_FLEX_LENGTH=128K (8K without a GPU)
+RECORD_FIGURES="--count 2 --steps 24" RECORD_PAIRS=128 (32 without a GPU) RECORD_QUALITY=32 RECORD_FLEX_LENGTH=128K (8K without a GPU)
 RECORD_CLUSTER_LENGTHS=32K,64K,128K (2K,8K without a GPU) RECORD_PROMPT_TOKENS=32700
 RECORD_SERVE="--random-weights llama-3.1-8b --kv-size 4G ..." (see the script; a tiny model without a GPU)
 (here with their defaults; lists of words are parts of their own).

@@ -78,11 +78,11 @@ struct CudaDeviceOptions {
   /// Without a profile, and if `transfer` is automatic: measure one first, as calibrate_transfers does.
   bool calibrate_at_start = false;
   /// Far rows of a layer, at most, that the device attends itself, over the link, rather than ask the CPU: each KV head
-  /// of each sequence as many as its share of them, up to 64, and 32 of what one thread block looks after (a sequence of
-  /// less than 4,096 tokens has one), and none if it has more far rows than that. A layer all of whose far rows are
-  /// attended so waits for no answer. Where the device finds and attends near rows in one kernel:
-  /// few sequences that choose by score, on GPUs with thread block clusters. Rows that cross the link count as fetched.
-  /// What is attended does not depend on it. 0: none. Measured on an H200 over PCIe 5: docs/benchmarks.md.
+  /// of each sequence as many as its share of them, up to 64, and 32 of what one thread block looks after (where a
+  /// bucket has less than 4,096 tokens, that is all), and none if it has more far rows. A layer all of whose far rows
+  /// are attended so waits for no answer. Where the device finds and attends near rows in one kernel: few sequences
+  /// that choose by score, on GPUs with thread block clusters. Rows that cross the link count as fetched. What is
+  /// attended does not depend on it. 0: none. Measured on an H200 over PCIe 5: docs/benchmarks.md.
   std::uint32_t link_rows = 384;
 };
 

@@ -77,7 +77,7 @@ void FarWorkers::make_way() noexcept {
     places_[i].store(caller_place_, std::memory_order_relaxed);
     if (!cores_.topology().bind_thread(threads_.handle(i), caller_place_)) {
       places_[i].store(*here, std::memory_order_relaxed);
-      return;
+      break;
     }
     taken = true;
   }

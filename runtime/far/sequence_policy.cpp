@@ -139,13 +139,13 @@ void SequencePolicy::propose(std::uint64_t forward, std::uint32_t layer, std::ui
   bool known = false;
   try {
     catch_up(mine, layer, kv_head, forward, timeout);
+    mine.tokens = row.tokens;  // Before the step begins: what fails behind that, or is cancelled, is taken back.
     const std::size_t head_words = memory_.proposed_words() / 2;
     auto* const words = reinterpret_cast<std::uint64_t*>(memory_.proposed_of(slot, layer, kv_head));
     scheduler::ProposedTokens to{.words = {words, memory_.shape.group() * head_words}, .head_words = head_words};
     known = layers_[layer]->propose(kv_head, row.tokens, to);
     proposal.shared = to.shared ? 1 : 0;
     if (known) {
-      mine.tokens = row.tokens;
       mine.ahead = row;
       if (layers_[layer]->wants_observation(kv_head)) mine.lesson.store(forward, std::memory_order_release);
     }

@@ -97,7 +97,7 @@ class SequencePolicy {
   /// head takes its steps back when it chooses next, by the thread that it does so on.
   void truncate(std::uint32_t tokens) noexcept;
   /// There are no more than `tokens` tokens now, which nothing that stays was chosen behind: what heads have still to
-  /// take back ends there, too. While no thread chooses; others may learn.
+  /// take back ends there, too. While no thread chooses or proposes; others may learn.
   void keep_at_most(std::uint32_t tokens) noexcept;
   /// Of the heap: what each head held when it last began, chose or learnt.
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept;

@@ -106,6 +106,8 @@ class WorkList {
       elsewhere_ = rounded(tokens_.attended) - std::min(near_, rounded(tokens_.attended));
       fetched_ = streams() ? elsewhere_ : std::min(elsewhere_, cut_of(place_, rows_, shares_, layer_));
       linked_ = std::min(elsewhere_ - fetched_, rounded(shares_.linked * tokens_.attended));
+      // Of shares that leave the CPU nothing no token is left by rounding: one would be a question.
+      if (shares_.linked > 0.0 && shares_.near + shares_.linked > 1.0 - 1e-9) linked_ = elsewhere_ - fetched_;
       for (const Stage stage : stages_of(place_.bucket, place_.promotes, fetch_share())) add(stage);
     }
     return std::move(items_);

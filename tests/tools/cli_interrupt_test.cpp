@@ -5,10 +5,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <nlohmann/json.hpp>
@@ -130,6 +132,21 @@ TEST_CASE("Ctrl-C before anything is finished leaves an older result as it was",
   CHECK(read_file(plot) == "likewise");
 }
 
+TEST_CASE("a signal that comes twice at once, as timeout sends it, is one", "[cli]") {
+  const TemporaryDirectory scratch;
+  Spawned eval(long_eval(), scratch.file("out"));
+  REQUIRE(eval.shows("2/2 niah 512"));
+  for (int i = 0; i < 3; ++i) {
+    eval.interrupt(SIGTERM);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  const int status = eval.wait();
+  CAPTURE(eval.seen());
+  REQUIRE(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 130);
+  CHECK(json::parse(read_file(scratch.file("out"))).at("interrupted") == true);
+}
+
 TEST_CASE("a second Ctrl-C or SIGTERM ends the process at once", "[cli]") {
   const int first = GENERATE(SIGINT, SIGTERM);
   const int second = GENERATE(SIGINT, SIGTERM);
@@ -142,6 +159,7 @@ TEST_CASE("a second Ctrl-C or SIGTERM ends the process at once", "[cli]") {
   REQUIRE(eval.shows("2/2 niah 512"));
   eval.interrupt(first);
   REQUIRE(eval.shows("interrupted"));
+  std::this_thread::sleep_for(std::chrono::milliseconds(400));
   eval.interrupt(second);
   const int status = eval.wait();
   CHECK(WIFSIGNALED(status));

@@ -256,5 +256,12 @@ TEST_CASE("plan: a few far rows of a list ask no thread, more of them, or those 
   CHECK(cpu_us("--policies sluice --length 32K --near-hits 70%") > 0.0);
   CHECK(cpu_us("--policies sluice --length 32K --rows 8") > 0.0);
   CHECK(cpu_us("--policies sluice --length 32K --fetch-share 50%") > 0.0);
+  // What attends everything somewhere, and longer sequences, attend near rows in other kernels.
+  CHECK(cpu_us("--policies 'sluice | dense=2' --length 32K") > 0.0);
+  CHECK(cpu_us("--policies sluice --length 128K") == 0.0);
+  CHECK(cpu_us("--policies sluice --length 256K --near-hits 99.9%") > 0.0);
+  // Of some 300 tokens 15% are more than a thread block has room for, and no more than two have.
+  CHECK(cpu_us("--policies sluice --length 3K --near-hits 85%") > 0.0);
+  CHECK(cpu_us("--policies sluice --length 32K --near-hits 85%") == 0.0);
   CHECK(cpu_us("--policies quest --length 64K") > 0.0);  // Pages are attended by another kernel.
 }

@@ -1,7 +1,7 @@
 # shellcheck shell=sh disable=SC2154
 # Parts of the record that ask models what only some policies are asked: sourced by record.sh, which sets device, out, short and count.
-# With a GPU by estimate, as tasks-*-short is 224 answers and at most 7 minutes: paired-* (128 answers) 4 minutes, more of long_copy,
-# whose answers have hundreds of bytes; dtype-* (192) 6; question-seen (16 for each of 8 policies) 4; recall-* and psa-* under 1.
+# With a GPU by estimate, as tasks-*-short is 224 answers and at most 7 minutes: paired-* (128 prompts of 2K and 128 of 8K, read once and
+# answered twice) 1.5 minutes, beside three others on an H200, more of long_copy, whose answers have hundreds of bytes; dtype-* (192) 6; question-seen (16 for each of 8 policies) 4; recall-* and psa-* under 1.
 
 # Baselines that came later: against dense attention and the default in parts of their own.
 later='full;sluice;double_sparsity;adamas;vattention;snapkv;adakv;pyramidkv'
@@ -23,7 +23,9 @@ estimates="$estimates;exact | hadamard | top_k=128 | $always;exact | channels=16
 # Tasks whose answers are held against those of dense attention, and near memory of a recall cache, percent.
 paired='kv multi table near_keys turns count long_copy'
 rooms='0 10 20 30 40 60'
-# Likewise of 32,000 tokens, with a GPU by estimate 100 seconds each: 32 prompts that are answered twice.
+[ "$device" = host ] && pairs=32 || pairs=128
+pairs=${RECORD_PAIRS:-$pairs}
+# Likewise of 32,000 tokens, with a GPU by estimate 60 seconds each: 128 prompts that are read once and answered twice.
 paired_long='niah multikey kv multi table near_keys turns count'
 far=${RECORD_FAR-"--far 2048 --far-shape llama-3.1-8b"}
 # What gains where everything lies near, of which decode-near-all-* has the times; answers are the same wherever it lies.
@@ -51,7 +53,7 @@ answers_parts() {
 # read a prompt that lies near once.
 pairs() {
   # shellcheck disable=SC2086 # Options.
-  eval_tasks "$1" "$2" "$3" "${RECORD_PAIRS:-32}" 0 "full;sluice" --paired --near 100% --page-tokens 32 $far
+  eval_tasks "$1" "$2" "$3" "$pairs" 0 "full;sluice" --paired --near 100% --page-tokens 32 $far
 }
 
 # near_accuracy NAME MODEL TASKS LENGTHS

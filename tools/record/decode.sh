@@ -13,6 +13,7 @@ decode_parts() {
   [ "$device" != host ] || return 0
   echo decode-default      # 40: eight layers of six lengths, two of 256K and 512K
   echo decode-ten          # 21
+  echo decode-link         # 50: three lengths of sixteen layers, four times
   echo decode-default-uniform # 34: likewise, where attention has no pattern
   echo decode-lengths      # 80 [b]: six lengths, of which 64K and 128K are three quarters
   echo decode-256K         # 40 [b]: as 128K with 32 layers
@@ -62,6 +63,17 @@ decode_default() {
   warm_up=64
   decode_layer "$whole-long" --policies sluice --length 256K,512K --layers 2 "$@"
   warm_up=''
+}
+
+# decode_link NAME: the same, with far rows of a layer left to the CPU and with a few of them over the link, by turns.
+decode_link() {
+  whole=$1
+  for turn in '' -again; do
+    for rows in 0 384; do
+      [ $rows = 0 ] && name=$whole-asked$turn || name=$whole$turn
+      decode_layer "$name" --policies sluice --length 8K,32K,128K --layers 16 --near 0.035 --link-rows $rows
+    done
+  done
 }
 
 # The headline: ten engines of 32K tokens, built one by one.
@@ -177,6 +189,7 @@ measure_decode() {
   case $1 in
     decode-default) decode_default "$1" ;;
     decode-ten) decode_ten "$1" ;;
+    decode-link) decode_link "$1" ;;
     decode-default-uniform) decode_default "$1" --pattern uniform ;;
     decode-lengths) decode_layer "$1" --policies sluice --length 4K,8K,16K,32K,64K,128K --layers 32 ;;
     decode-256K) decode_layer "$1" --policies sluice --length 256K --layers 16 ;;

@@ -8,6 +8,11 @@ presets="$presets;lsh | int4 | top_k=max(64, 1%)"
 presets="$presets;pages:quest,budget=3072 | int4 | top_p=0.8"
 policies=${RECORD_POLICIES:-$presets}
 
+# The table of quality: presets that are audited, and those that came later.
+known='full;sluice;twilight;quest;psa;tactic;lfps;streaming;topk;arkvale;magicpig'
+since='vattention;double_sparsity;adamas;adakv;snapkv;pyramidkv'
+asked=${RECORD_QUALITY:-32}
+
 # How far stop rules and fits keep what they promise, and what equal coverage costs.
 sweep='arkvale:budget=512;arkvale:budget=1024;arkvale:budget=2048;arkvale:budget=3072;arkvale:budget=4096'
 sweep="$sweep;psa:mass=0.9;psa;psa:mass=0.98;psa:rule=mean;psa:rule=median"
@@ -20,6 +25,10 @@ tasks_parts() {
   for task in niah multikey kv; do
     echo "tasks-$task-short"
     echo "tasks-$task-long"
+  done
+  for task in niah multikey kv; do # 90 to 180 each, beside four others on an H200
+    for length in 2K 8K; do echo "quality-$task-$length"; done
+    echo "quality-later-$task"
   done
   echo sweep
   echo needles-1
@@ -35,6 +44,8 @@ measure_tasks() {
   case $1 in
     tasks-*-short) eval_tasks "$1" "${rest%-short}" "$short" "$count" 8 "$policies" ;;
     tasks-*-long) eval_tasks "$1" "${rest%-long}" "${RECORD_LONG:-32000}" "$count" 8 "$policies" ;;
+    quality-later-*) eval_tasks "$1" "${1##*-}" "$short" "$asked" 0 "${RECORD_POLICIES:-$since}" ;;
+    quality-*) eval_tasks "$1" "${rest%-*}" "${rest##*-}" "$asked" 4 "${RECORD_POLICIES:-$known}" ;;
     sweep) eval_tasks "$1" niah,kv "$sweep_length" "${RECORD_SWEEP_COUNT:-4}" 4 "${RECORD_POLICIES:-$sweep}" ;;
     needles-*)
       "$sluice" eval --tasks "" --needles "$rest" --needle-tokens "${RECORD_NEEDLE_TOKENS:-128K}" \

@@ -51,8 +51,10 @@ def _damaged(model: str) -> str | None:
         try:
             with safetensors.safe_open(file, "pt"):
                 pass
-        except (safetensors.SafetensorError, OSError) as error:
-            return f"{file.name} is damaged, or was not copied whole ({error})"
+        except safetensors.SafetensorError as error:
+            return f"{file.name} is damaged, or was not copied whole ({error}): fetch the file again"
+        except OSError as error:
+            return f"{file.name} cannot be opened ({error})"
     return None
 
 
@@ -68,7 +70,7 @@ def load_model(model: str, dtype: str, **options: Any) -> transformers.PreTraine
         damaged = _damaged(model)  # Not before: a folder may have files that the model does without.
         if damaged is None:
             raise
-        raise CannotLoad(f"the model {model} cannot be loaded: {damaged}; fetch the file again") from error
+        raise CannotLoad(f"{error}; {damaged}") from error
 
 
 def end_ids(generation: transformers.GenerationConfig) -> frozenset[int]:

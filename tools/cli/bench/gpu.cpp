@@ -93,9 +93,7 @@ int run(const BenchGpuOptions& options) {
       report.tables.push_back(bench_gpu_kernels(options.device, shape, options.page_tokens));
     }
   }
-  const ExitCode code = deliver(report, options.output.format, target);
-  if (!trace.empty()) trace_target.commit(trace);
-  return code;
+  return deliver_beside(report, options.output.format, target, trace, trace_target);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@
 namespace sluice::tools {
 namespace {
 
-/// So that Ctrl-C is noticed between requests.
+/// So that Ctrl-C and SIGTERM are noticed between requests.
 constexpr std::chrono::milliseconds kNap{50};
 /// Of the time in which requests come, what the last ones have to end in.
 constexpr double kGrace = 0.5;

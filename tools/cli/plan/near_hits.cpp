@@ -65,15 +65,18 @@ ForwardRow row_of(const Workload& work) {
 }  // namespace
 
 double usual_linked(const Workload& work, const Machine& machine) {
-  constexpr double kMostOfList = 64.0;  // See CudaDeviceOptions::link_rows.
-  const ForwardRow row = row_of(work);
-  const bool by_score = row.picks != 0 && !row.in_pages() && row.asks == 0;
-  const bool asks_cpu = work.placement == PlacementMode::hybrid && work.fetch_share == 0.f;
-  if (machine.device_bytes == 0 || !by_score || !asks_cpu) return 0.0;
-  const Wanted wanted = wanted_of(work, row);
+  // See CudaDeviceOptions::link_rows: of a list, of what one thread block looks after, and for longer sequences none,
+  // as near rows are attended elsewhere there. A sequence of so many tokens is to have more.
+  constexpr double kMostOfList = 64.0, kMostOfBlock = 32.0;
+  constexpr std::uint32_t kOneBlock = 4096, kMostTokens = 1u << 18;
+  if (machine.device_bytes == 0 || work.placement != PlacementMode::hybrid || work.fetch_share != 0.f) return 0.0;
+  const Bucket bucket = decoding_bucket(work);
+  if (!bucket.top_k || bucket.pages || bucket.unbounded || work.tokens >= kMostTokens) return 0.0;
+  const Wanted wanted = wanted_of(work, row_of(work));
   const double far = (1.0 - work.near_hits) * (wanted.window + wanted.chosen);
+  const double room = work.tokens < kOneBlock ? kMostOfBlock : kMostOfList;
   const double lists = 1.0 * work.rows * work.shape.kv_heads;
-  return far <= std::min(kMostOfList, CudaDeviceOptions{}.link_rows / lists) ? 1.0 - work.near_hits : 0.0;
+  return far <= std::min(room, CudaDeviceOptions{}.link_rows / lists) ? 1.0 - work.near_hits : 0.0;
 }
 
 NearHits usual_near_hits(const Workload& work) {

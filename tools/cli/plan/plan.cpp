@@ -212,10 +212,10 @@ int run(const PlanOptions& options) {
   }
   Plans plans(options, machine, fetch_share);
   plans.add_all();
-  if (!options.plot.empty()) plot.commit(plan_svg(plans.series()));
+  const std::string svg = options.plot.empty() ? std::string() : plan_svg(plans.series());
   report.tables.push_back(plans.take_times());
   report.tables.push_back(plans.take_memory());
-  return deliver(std::move(report), options.output.format, target);
+  return deliver_beside(std::move(report), options.output.format, target, svg, plot);
 }
 
 void add_machine_flags(CLI::App& command, PlanOptions& options) {

@@ -96,9 +96,14 @@ const char* placement_of(const Workload& work) noexcept {
   return all_near ? kNear : to_string(work.placement);
 }
 
+Bucket decoding_bucket(const Workload& work) {
+  Bucket bucket = options_of(work).largest;
+  bucket.prefill_rows = bucket.prefills = 0;
+  return bucket;
+}
+
 WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t reserved) {
-  Bucket decoding = options_of(work).largest;
-  decoding.prefill_rows = decoding.prefills = 0;
+  const Bucket decoding = decoding_bucket(work);
   const scheduler::WorkPlace place{.shape = work.shape,
                                    .layout = layout_of(work),
                                    .placement = work.placement,

@@ -39,6 +39,10 @@ void place(const std::string& text, Workload& work);
 /// As `place` takes it.
 [[nodiscard]] const char* placement_of(const Workload& work) noexcept;
 
+/// What its forwards are for: rows that decode.
+/// @throws Error{Errc::unsupported} if no engine serves the policy
+[[nodiscard]] Bucket decoding_bucket(const Workload& work);
+
 /// What a forward of it takes, attention alone: by the engine's own plan, on the machine's rates.
 struct WorkloadPlan {
   double forward_us = 0.0;

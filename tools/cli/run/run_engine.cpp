@@ -146,10 +146,10 @@ int run(const RunOptions& options) {
   }
   if (options.output.path.empty() && !json_on_stdout) {
     write_stderr(render(report, options.output.format));
+    if (!trace.empty()) trace_target.commit(trace);
   } else {
-    (void)deliver(std::move(report), options.output.format, target);
+    (void)deliver_beside(std::move(report), options.output.format, target, trace, trace_target);
   }
-  if (!trace.empty()) trace_target.commit(trace);
   return kOk;
 }
 

@@ -1,6 +1,7 @@
 #include "tools/cli/text/command.hpp"
 
 #include <algorithm>
+#include <exception>
 #include <limits>
 #include <optional>
 #include <string>
@@ -21,14 +22,16 @@ class Delivery {
     try {
       commit(text);
     } catch (const Error& error) {
-      write_stdout((failure_ ? "\n" : "") + text);
-      if (!failure_) failure_ = error;
+      const bool first = !failure_;
+      if (first) failure_ = error;
+      write_stdout((first ? "" : "\n") + text);
     }
   }
   /// @throws Error if something was printed
   void end() const {
     if (failure_)
-      throw Error(failure_->code(), std::string(failure_->what()) + ". The result went to standard output instead");
+      throw Error(failure_->code(),
+                  std::string(failure_->what()) + ". What was to be written there went to standard output instead");
   }
 
  private:
@@ -155,6 +158,21 @@ ExitCode deliver(Report report, Format format, const OutputTarget& target) {
   if (format == Format::csv) deliver_further(report, target, delivery);
   delivery.end();
   return cut ? kInterrupted : kOk;
+}
+
+ExitCode deliver_beside(Report report, Format format, const OutputTarget& target, const std::string& text,
+                        const OutputTarget& beside) {
+  const bool nothing = text.empty() || (interrupted() && is_empty(report));
+  std::exception_ptr failed;
+  ExitCode code = kFailed;
+  try {
+    code = deliver(std::move(report), format, target);
+  } catch (const Error&) {
+    failed = std::current_exception();
+  }
+  if (!nothing) beside.commit(text);
+  if (failed) std::rethrow_exception(failed);
+  return code;
 }
 
 void add_output(CLI::App& app, OutputOptions& target) {

@@ -21,7 +21,7 @@ enum ExitCode : int {
   kFailed = 1,         ///< a check or a run failed, or a result could not be written
   kUsage = 2,          ///< a wrong option, or input that cannot be used
   kUnsupported = 3,    ///< valid, but not on this machine or in this build
-  kInterrupted = 130,  ///< Ctrl-C; what was finished by then is reported
+  kInterrupted = 130,  ///< Ctrl-C or SIGTERM; what was finished by then is reported
 };
 
 [[nodiscard]] ExitCode exit_code_of(Errc code) noexcept;
@@ -63,10 +63,14 @@ CLI::Option* add_dtype(CLI::App& app, const std::string& name, DType& target, co
 CLI::Option* add_kv_dtype(CLI::App& app, const std::string& name, DType& target, const std::string& help);
 /// `--sinks LIST` of every command that has synthetic attention.
 CLI::Option* add_sinks(CLI::App& app, std::vector<double>& shares);
-/// Writes a report to its target and returns the command's exit code: after Ctrl-C the report says that it was
-/// `interrupted`, and so does the code. CSV is one table per file: the first goes to the target, every other one to a
-/// file beside it, or is named on standard error where there is no file.
+/// Writes a report to its target and returns the command's exit code: after Ctrl-C or SIGTERM the report says that it
+/// was `interrupted`, and so does the code. CSV is one table per file: the first goes to the target, every other one to
+/// a file beside it, or is named on standard error where there is no file.
 [[nodiscard]] ExitCode deliver(Report report, Format format, const OutputTarget& target);
+/// The same, and behind it a text for a file of its own, unless there is none: neither file's failure takes the other
+/// along.
+[[nodiscard]] ExitCode deliver_beside(Report report, Format format, const OutputTarget& target, const std::string& text,
+                                      const OutputTarget& beside);
 
 /// `-o FORMAT` and `--output FILE`.
 void add_output(CLI::App& app, OutputOptions& target);

@@ -8,8 +8,8 @@
 namespace sluice::tools {
 
 /// While it lives, the first Ctrl-C, or SIGTERM, is taken down instead of ending the process: long work stops at its
-/// next call of stop_if_interrupted, and what is finished can be reported. The second one ends the process at once.
-/// What was ignored, as Ctrl-C behind nohup, stays ignored. One at a time.
+/// next call of stop_if_interrupted, and what is finished can be reported. The second one, a quarter of a second later
+/// or more, ends the process at once. What was ignored, as Ctrl-C behind nohup, stays ignored. One at a time.
 class InterruptScope {
  public:
   InterruptScope();
