@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import json
 import shutil
 import signal
 import socket
@@ -191,6 +192,16 @@ def test_a_damaged_file_that_a_model_does_without(folder: Path, tmp_path: Path) 
     shutil.copytree(folder, more)
     (more / "another.safetensors").write_bytes(b"cut")
     assert load_model(str(more), "auto").config.vocab_size > 0
+
+
+def test_a_damaged_file_is_not_blamed_for_another_error(folder: Path, tmp_path: Path) -> None:
+    strange = tmp_path / "strange"
+    shutil.copytree(folder, strange)
+    (strange / "another.safetensors").write_bytes(b"cut")
+    config = json.loads((strange / "config.json").read_text())
+    (strange / "config.json").write_text(json.dumps({**config, "model_type": "nobody-knows-it"}))
+    with pytest.raises(CannotLoad, match="nobody-knows-it.*; another.safetensors is damaged"):
+        load_model(str(strange), "auto")
 
 
 def test_names_of_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
