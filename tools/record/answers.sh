@@ -1,7 +1,8 @@
 # shellcheck shell=sh disable=SC2154
 # Parts of the record that ask models what only some policies are asked: sourced by record.sh, which sets device, out, short and count.
 # With a GPU by estimate, as tasks-*-short is 224 answers and at most 7 minutes: paired-* (128 prompts of 2K and 128 of 8K, read once and
-# answered twice) 1.5 minutes, beside three others on an H200, more of long_copy, whose answers have hundreds of bytes; dtype-* (192) 6; question-seen (16 for each of 8 policies) 4; recall-* and psa-* under 1.
+# answered twice) 1.5 minutes, beside three others on an H200, more of long_copy, whose answers have hundreds of bytes; dtype-* (192) 6;
+# question-seen (16 for each of 8 policies) 4; recall-* and psa-* under 1.
 
 # Baselines that came later: against dense attention and the default in parts of their own.
 later='full;sluice;double_sparsity;adamas;vattention;snapkv;adakv;pyramidkv'

@@ -12,6 +12,8 @@ policies=${RECORD_POLICIES:-$presets}
 known='full;sluice;twilight;quest;psa;tactic;lfps;streaming;topk;arkvale;magicpig'
 since='vattention;double_sparsity;adamas;adakv;snapkv;pyramidkv'
 asked=${RECORD_QUALITY:-32}
+# The prompts that the table has been asked, unless others are wanted, which eval_tasks names.
+[ -n "${RECORD_SEED:-}" ] && first='' || first='--seed 4242'
 
 # How far stop rules and fits keep what they promise, and what equal coverage costs.
 sweep='arkvale:budget=512;arkvale:budget=1024;arkvale:budget=2048;arkvale:budget=3072;arkvale:budget=4096'
@@ -44,8 +46,14 @@ measure_tasks() {
   case $1 in
     tasks-*-short) eval_tasks "$1" "${rest%-short}" "$short" "$count" 8 "$policies" ;;
     tasks-*-long) eval_tasks "$1" "${rest%-long}" "${RECORD_LONG:-32000}" "$count" 8 "$policies" ;;
-    quality-later-*) eval_tasks "$1" "${1##*-}" "$short" "$asked" 0 "${RECORD_POLICIES:-$since}" ;;
-    quality-*) eval_tasks "$1" "${rest%-*}" "${rest##*-}" "$asked" 4 "${RECORD_POLICIES:-$known}" ;;
+    quality-later-*)
+      # shellcheck disable=SC2086 # An option and its value.
+      eval_tasks "$1" "${1##*-}" "$short" "$asked" 0 "${RECORD_POLICIES:-$since}" $first
+      ;;
+    quality-*)
+      # shellcheck disable=SC2086
+      eval_tasks "$1" "${rest%-*}" "${rest##*-}" "$asked" 4 "${RECORD_POLICIES:-$known}" $first
+      ;;
     sweep) eval_tasks "$1" niah,kv "$sweep_length" "${RECORD_SWEEP_COUNT:-4}" 4 "${RECORD_POLICIES:-$sweep}" ;;
     needles-*)
       "$sluice" eval --tasks "" --needles "$rest" --needle-tokens "${RECORD_NEEDLE_TOKENS:-128K}" \

@@ -170,7 +170,12 @@ ExitCode deliver_beside(Report report, Format format, const OutputTarget& target
   } catch (const Error&) {
     failed = std::current_exception();
   }
-  if (!nothing) beside.commit(text);
+  try {
+    if (!nothing) beside.commit(text);
+  } catch (const Error& error) {
+    if (!failed) throw;
+    say(error.what());  // The report's failure is the one that the command ends with.
+  }
   if (failed) std::rethrow_exception(failed);
   return code;
 }
