@@ -6,7 +6,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from model import BOS, normalized
+from model import BOS, normalized, sink_logs
 
 
 def prompts_of(path):
@@ -31,16 +31,20 @@ def own_texts(maker, lengths, count):
     return cells
 
 
-@torch.no_grad()
-def right_answers(model, rows, device):
-    """For each row and answer in it, whether all of its bytes are the likeliest."""
-    longest = max(len(text) for text, _ in rows)
-    tokens = torch.zeros(len(rows), longest + 1, dtype=torch.long)
+def with_first(rows):
+    """BOS in front of each text, zeros behind the shorter ones: [rows, longest + 1]"""
+    tokens = torch.zeros(len(rows), max(len(text) for text, _ in rows) + 1, dtype=torch.long)
     for row, (text, _) in enumerate(rows):
         tokens[row, 0] = BOS
         tokens[row, 1 : len(text) + 1] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    tokens = tokens.to(device)
-    x = model.hidden(tokens[:, :-1]).view(len(rows), longest, -1)
+    return tokens
+
+
+@torch.no_grad()
+def right_answers(model, rows, device):
+    """For each row and answer in it, whether all of its bytes are the likeliest."""
+    tokens = with_first(rows).to(device)
+    x = model.hidden(tokens[:, :-1]).view(len(rows), tokens.shape[1] - 1, -1)
     found = []
     for row, (_, answers) in enumerate(rows):
         if not answers:
@@ -63,3 +67,13 @@ def measure(model, cells, device, deadline, batch_tokens=1 << 17):
             found += right_answers(model, rows[i : i + at_once], device)
         table.append({"task": task, "length": length, "answers": len(found), "right": sum(found) / max(1, len(found))})
     return table
+
+
+@torch.no_grad()
+def sinks(model, maker, length, device, count=128):
+    """:return: by layer and query head, the mean share of the first token in the softmax of `count` late tokens"""
+    tokens = with_first([maker.write("held out sinks", length)[::2]])[:, :length].to(device)
+    rows = torch.linspace(length // 2, length - 1, count, device=device).long()
+    shares = []
+    model.hidden(tokens, lambda q, k: shares.append(sink_logs(q, k, rows).exp().mean((0, 2)).tolist()))
+    return shares

@@ -72,6 +72,16 @@ def after_attention(x, attended, o, norm, gate, up, down, epsilon, dtype):
     return x + F.linear(h, down.to(dtype)).float()
 
 
+def sink_logs(q, k, rows):
+    """log of the softmax's share that the first token has, of queries of `rows` (positions): [sequences, heads, rows].
+
+    :param q: [sequences, query heads, length, head_dim], after RoPE; k likewise of KV heads"""
+    asked = q[:, :, rows].unflatten(1, (k.shape[1], -1))
+    logits = torch.einsum("shgrc,shtc->shgrt", asked, k).float() / math.sqrt(q.shape[-1])
+    unseen = torch.arange(k.shape[2], device=k.device) > rows[:, None]
+    return (logits[..., 0] - logits.masked_fill(unseen, -math.inf).logsumexp(-1)).flatten(1, 2)
+
+
 def loss_of(x, norm, embedding, targets, weights, epsilon, dtype):
     """Weighted sum of the losses, and whether each token is the likeliest."""
     logits = F.linear(normalized(x, norm, epsilon, dtype), embedding.to(dtype)).float()
@@ -129,8 +139,10 @@ class Llama(nn.Module):
             self.angles[key] = (angles.cos().float(), angles.sin().float())
         return self.angles[key]
 
-    def hidden(self, tokens):
-        """:param tokens: [sequences, length] :return: [sequences * length, hidden], before the last norm"""
+    def hidden(self, tokens, see=None):
+        """:param tokens: [sequences, length]
+        :param see: called with queries and keys of each layer, [sequences, heads, length, head_dim]
+        :return: [sequences * length, hidden], before the last norm"""
         sequences, length = tokens.shape
         shape, dtype = self.shape, self.dtype
         cos, sin = self.rope(sequences, length, tokens.device)
@@ -138,14 +150,16 @@ class Llama(nn.Module):
         layers = zip(*(getattr(self, name).unbind(0) for name in self.NAMES))
         for input_norm, q, k, v, o, post_norm, gate, up, down in layers:
             heads = self.before(x, input_norm, q, k, v, cos, sin, shape.head_dim, shape.epsilon, dtype)
-            by_sequence = (each.view(sequences, length, -1, shape.head_dim).transpose(1, 2) for each in heads)
-            attended = F.scaled_dot_product_attention(*by_sequence, is_causal=True, enable_gqa=True)
+            queries, keys, values = (each.view(sequences, length, -1, shape.head_dim).transpose(1, 2) for each in heads)
+            if see:
+                see(queries, keys)
+            attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
             attended = attended.transpose(1, 2).reshape(sequences * length, -1)
             x = self.after(x, attended, o, post_norm, gate, up, down, shape.epsilon, dtype)
         return x
 
-    def forward(self, tokens, targets, weights):
-        x = self.hidden(tokens)
+    def forward(self, tokens, targets, weights, see=None):
+        x = self.hidden(tokens, see)
         return self.head(
             x, self.norm, self.embedding, targets.reshape(-1), weights.reshape(-1), self.shape.epsilon, self.dtype
         )

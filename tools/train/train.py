@@ -21,7 +21,7 @@ import torch
 
 import checkpoint
 import measure
-from model import BOS, Llama, Shape
+from model import BOS, Llama, Shape, sink_logs
 from optimizer import optimizers_of
 from texts import ANSWER, SHARES, TextMaker
 
@@ -41,6 +41,8 @@ def arguments(given=None):
     add("--step-tokens", type=int, default=1 << 17)
     add("--matrix-lr", type=float, default=0.02, help="of Muon")
     add("--other-lr", type=float, default=3e-3, help="of AdamW, for embeddings and norms")
+    add("--sinks", type=float, default=0.0, help="what heads pay for not looking at the first token, so that it is a sink")
+    add("--sink-rows", type=int, default=32, help="queries of a text that pay, drawn anew in each step")
     add("--warm-up", type=int, default=100, help="steps")
     add("--decay", type=float, default=0.5, help="share of the time in which learning rates fall to their end")
     add("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes that write texts")
@@ -157,11 +159,19 @@ class Training:
         targets = text.long()
         tokens = targets.roll(1, 1)
         tokens[:, 0] = BOS
-        loss, same = self.model(tokens, targets, weights.float() / ANSWER)
-        loss.backward()
+        costs = []
+        loss, same = self.model(tokens, targets, weights.float() / ANSWER, self.sinks(costs, targets.shape[1]))
+        (loss + self.options.sinks * sum(costs) / len(costs) if costs else loss).backward()
         self.update(rate)
         answers = (weights == ANSWER).reshape(-1)
         return targets.shape[1], loss.detach(), (same & answers).sum() / answers.sum().clamp(min=1)
+
+    def sinks(self, costs, length):
+        """What `costs` learns from a layer's queries and keys; None where nothing is asked."""
+        if not self.options.sinks:
+            return None
+        rows = torch.randint(1, length, (self.options.sink_rows,), device=self.options.device)
+        return lambda queries, keys: costs.append(-sink_logs(queries, keys, rows).mean())
 
     def on_device(self, batch):
         if not self.options.device.startswith("cuda"):
@@ -241,6 +251,10 @@ def main():
     cells = measure.prompts_of(options.prompts) if options.prompts else {}
     cells |= measure.own_texts(TextMaker(source, options.kinds), options.lengths, options.measured_texts)
     table = measure.measure(model, cells, options.device, start + options.seconds)
+    sinks = measure.sinks(model, TextMaker(source, options.kinds), options.lengths[-1], options.device)
+    for layer, heads in enumerate(sinks):
+        print(f"layer {layer}, share of the first token by head: {' '.join(f'{share:.2f}' for share in heads)}")
+    checkpoint.write_whole(pathlib.Path(options.output) / "sinks.json", json.dumps(sinks).encode())
     checkpoint.write_whole(pathlib.Path(options.output) / "measured.json", json.dumps(table, indent=1).encode())
     for row in table:
         print(f"{row['task']:>14} {row['length']:>6}: {row['right']:.3f} of {row['answers']}")

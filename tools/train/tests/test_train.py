@@ -13,8 +13,8 @@ import pytest
 import torch
 import train
 import transformers
-from measure import prompts_of, right_answers
-from model import BOS, Llama, Shape
+from measure import prompts_of, right_answers, sinks
+from model import BOS, Llama, Shape, sink_logs
 from optimizer import orthogonal
 from texts import ANSWER, KINDS, TextMaker
 
@@ -172,6 +172,30 @@ def test_answers_are_right_where_all_of_their_bytes_are():
     rows = [(b"xx abcde", [(3, 5), (4, 8)]), (b"yy abx", [(4, 6)]), (b"zz", [])]
     assert right_answers(model, rows, "cpu") == [False, True, False]
     assert BOS == 256
+
+
+def test_share_of_the_first_token_is_that_of_the_softmax():
+    torch.manual_seed(5)
+    q, k = torch.randn(2, 6, 40, 8) * 3, torch.randn(2, 3, 40, 8)
+    rows = torch.tensor([0, 1, 17, 39])
+    logits = (q.double() @ k.double().repeat_interleave(2, 1).mT) / 8**0.5
+    shares = logits.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf).softmax(-1)[:, :, rows, 0]
+    assert torch.allclose(sink_logs(q, k, rows).double(), shares.log(), atol=1e-5)
+
+
+@pytest.mark.parametrize("weight", ["0", "1"])
+def test_heads_that_pay_for_it_look_at_the_first_token(weight):
+    options = train.arguments(f"--output x --device cpu --lengths 128 --shares 1 --sinks {weight} --warm-up 1".split())
+    torch.manual_seed(7)
+    model, maker = Llama(TINY, torch.float32), TextMaker(kinds=["needles"])
+    texts = [maker.write(seed, 128, "needles") for seed in range(8)]
+    rows = [torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8).view(8, 128)
+            for part in zip(*(text[:2] for text in texts))]
+    training = train.Training(options, model, SimpleNamespace(take=lambda choose: rows))
+    for _ in range(60):
+        training.step(1.0)
+    shares = sum(sum(heads) for heads in sinks(model, maker, 128, "cpu", 16)) / 8
+    assert shares > 0.5 if weight == "1" else shares < 0.1
 
 
 def test_loss_falls_and_eval_runs_the_model(tmp_path, prompts):
