@@ -26,7 +26,7 @@ decode_parts() {
     echo "decode-tactic-$what"
     echo "decode-twilight-$what"
   done
-  for length in 8K 32K; do echo "decode-tokens-$length"; done # 25 for 32K on an H200, 75 for 8K [d]
+  for what in 8K 32K 64; do echo "decode-tokens-$what"; done # 25 for 32K on an H200, 75 for 8K [d], as many for 64 of 8K
   for policy in sluice tactic; do echo "prompt-$policy"; done # 3 each on an H200
   for way in device stream host; do echo "decode-handover-$way"; done # 40 each [b]
   for batch in 8x32K 32x8K 4x128K ragged; do echo "decode-batch-$batch"; done # 25, and 51 for ragged: as many tokens, two placements
@@ -158,10 +158,12 @@ decode_batches() {
 # decode_tokens NAME LENGTH: whole models with everything near.
 decode_tokens() {
   case $2 in
-    8K) batches=1,16,32 ;;
-    *) batches=1,8 ;;
+    8K) shape="--length 8K --batch 1,16,32" ;;
+    32K) shape="--length 32K --batch 1,8" ;;
+    64) shape="--length 8K --batch 64" ;;
   esac
-  decode_model "$1" --structure narrow_slash --length "$2" --batch "$batches" --steps 12 --warm-up 8 \
+  # shellcheck disable=SC2086 # Options.
+  decode_model "$1" --structure narrow_slash $shape --steps 12 --warm-up 8 \
     --methods "dense;near/quest;near/twilight;near/tactic | int4"
 }
 

@@ -15,6 +15,7 @@ if [ "$device" = host ]; then
   serve="--random-weights tiny --threads 2 --kv-size 4M --host-size 12M --prompt 800 --answer 32 --batch 16
     --prefill-chunk 256 --tbt-limit 100 --queue-limit 0.5"
   serve_rates="--rates 5,10,20,30,40,60,80 --seconds 6" serve_long="--rates 5,10,20,30,40,60,80 --seconds 15"
+  serve_low="--rates 2,5,10,20,30,40,60 --seconds 15"
 else
   plan_lengths=${RECORD_PLAN_LENGTHS:-4K,16K,64K,128K} plan_layers=${RECORD_PLAN_LAYERS:-32} plan_short=32K
   cluster_lengths=${RECORD_CLUSTER_LENGTHS:-32K,64K,128K}
@@ -22,8 +23,9 @@ else
   serve="--random-weights llama-3.1-8b --kv-size 4G --host-size 12G --prompt 8K --answer 128 --batch 16
     --prefill-chunk 1K --tbt-limit 100 --queue-limit 2"
   serve_rates="--rates 0.5,1,1.5,2,2.5,3,4 --seconds 7" serve_long="--rates 1.5,2,2.5,3,4,5 --seconds 15"
+  serve_low="--rates 0.5,1,1.5,2,2.5,3 --seconds 15"
 fi
-[ -z "${RECORD_SERVE:-}" ] || serve=$RECORD_SERVE serve_rates='' serve_long=''
+[ -z "${RECORD_SERVE:-}" ] || serve=$RECORD_SERVE serve_rates='' serve_long='' serve_low=''
 [ "$device" = host ] && threads='1 2' || threads='1 16'
 threads=${RECORD_THREADS:-$threads}
 
@@ -37,6 +39,7 @@ speed_parts() {
   echo cpu-engine          # 120 with 16 cores: twelve engines, of 128K tokens four layers
   echo plan
   echo serve               # --seconds of arrivals at each rate, half as much again at most, three runs by bisection, and 3 for each engine
+  echo serve-papers        # 240: as serve-default, three policies of papers
   echo serve-default       # 95 on an H200: three rates each of dense attention and the default, 15 s of arrivals
   echo clusters            # 6 on an H200
   echo ablation            # 70 [b]: eight layers; exact top-k of 128K tokens takes the CPU 7 ms a layer
@@ -103,6 +106,12 @@ ablation() {
     --policies "lfps;lfps | bypass=off;topk | bypass=sink:0.85;topk"
 }
 
+# serve_long NAME RATES POLICIES: in windows of 15 s.
+serve_long() {
+  # shellcheck disable=SC2086 # Options.
+  "$sluice" bench serve --device "$device" $serve $2 --bisect --policies "$3" -o json --output "$out/$1.json"
+}
+
 # A part that speed_parts names.
 measure_speed() {
   case $1 in
@@ -139,10 +148,8 @@ measure_speed() {
         -o json --output "$out/$1.json"
       ;;
     # The same of longer windows.
-    serve-default)
-      # shellcheck disable=SC2086 # Options.
-      "$sluice" bench serve --device "$device" $serve $serve_long --bisect --policies "dense;sluice" -o json --output "$out/$1.json"
-      ;;
+    serve-default) serve_long "$1" "$serve_long" "dense;sluice" ;;
+    serve-papers) serve_long "$1" "$serve_low" "stream/psa;arkvale;topk" ;;
     clusters)
       "$sluice" bench prefill --device "$device" --structures vertical_slash --gammas "" --clusters 32 \
         --length "$cluster_lengths" --chunk 128K --repeat 3 -o json --output "$out/$1.json"
