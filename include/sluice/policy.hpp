@@ -197,6 +197,9 @@ struct PolicySpec {
   NearOptions near;
   /// Heads whose sink mass exceeds this skip attending (LFPS section 4.3). 0: never. (0, 1]
   float bypass_threshold = 0.f;
+  /// Only if the candidates' own scores leave the sinks that much, too: a head that rests on its sinks and has found
+  /// what it wants attends it. Spares attention, not the search.
+  bool bypass_checked = false;
   /// Layers below this attend densely.
   std::uint32_t dense_layers = 0;
   /// Every N-th layer, the first included, attends densely; 0: none. [0, 1024]

@@ -62,6 +62,7 @@ void SinkBypass::begin(const PromptContext& prompt) {
   mean_key_.assign(head_dim_, 0.0);
   mean_value_.assign(head_dim_, 0.f);
   spread_.assign(group_, -1.0);
+  sink_mass_.assign(group_, 0.0);
   prompt_tokens_ = prompt.queries > 0 && prompt.tokens > sinks_ ? prompt.tokens - sinks_ : 0;
   if (prompt_tokens_ == 0) return;
 
@@ -147,13 +148,25 @@ std::uint32_t SinkBypass::test_row(const Row& row, const HeadContext& head, floa
     const double sink = log_mass(probe.scores, group_, h, 0, sinks_);
     const double local_mass = log_mass(probe.scores, group_, h, sinks_, probe.tokens.size());
     const double rest = std::max(local_mass, std::log(off) + estimate.mean + estimate.variance / 2);
-    // r = A_sink / (A_sink + rest), eq. (6). Written so that NaN does not bypass.
-    if (!(1.0 / (1.0 + std::exp(rest - sink)) > threshold_)) continue;
+    if (row.tokens == head.tokens) sink_mass_[h] = sink;
+    if (!holds(sink, rest)) continue;
     if (far_share < 0.0) far_share = static_cast<double>(far_tokens(*head.near, sinks_, row.tokens)) / off;
     heads |= 1u << h;
     lse[h] = static_cast<float>(rest + std::log(far_share));  // Nothing far: log(0), the empty partial.
   }
   return heads;
+}
+
+bool SinkBypass::holds(double sink, double rest) const noexcept {
+  // r = A_sink / (A_sink + rest), eq. (6). Written so that NaN does not bypass.
+  return 1.0 / (1.0 + std::exp(rest - sink)) > threshold_;
+}
+
+std::uint32_t SinkBypass::confirm(std::span<const double> lse, Bypass& bypass) const {
+  for (std::uint32_t h = 0; h < group_; ++h) {
+    if ((bypass.heads >> h & 1) != 0 && !holds(sink_mass_[h], lse[h])) bypass.heads &= ~(1u << h);
+  }
+  return bypass.heads;
 }
 
 }  // namespace sluice::scheduler

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "scheduler/heap_bytes.hpp"
@@ -35,6 +36,11 @@ class SinkBypass {
   /// With rows behind: the heads that each of them would bypass, too, with a mass for each row.
   [[nodiscard]] std::uint32_t test(const HeadContext& head, Bypass& bypass, SelectCounters& counters);
 
+  /// Takes back from `bypass` the heads whose scored candidates beyond the sinks weigh so much that these no longer
+  /// hold the threshold; `lse[h]` is the log-sum-exp of the candidates' scores by the query of `head` in the newest
+  /// test. Returns the heads that are left. What no candidate is stays unseen.
+  std::uint32_t confirm(std::span<const double> lse, Bypass& bypass) const;
+
   /// Estimates for one query of head `h`: mean logit and log-normal variance over the prompt's offloaded keys.
   struct Logits {
     double mean = 0.0;
@@ -42,11 +48,11 @@ class SinkBypass {
   };
   [[nodiscard]] Logits logits(std::uint32_t h, const float* q) const;
   [[nodiscard]] std::uint64_t heap_bytes() const noexcept {
-    return scheduler::heap_bytes(mean_key_, mean_value_, spread_);
+    return scheduler::heap_bytes(mean_key_, mean_value_, spread_, sink_mass_);
   }
   /// What the test of a KV head holds at most.
   [[nodiscard]] static std::uint64_t most_heap_bytes(const AttentionShape& shape) noexcept {
-    return shape.head_dim * (sizeof(double) + sizeof(float)) + shape.group() * sizeof(double);
+    return shape.head_dim * (sizeof(double) + sizeof(float)) + 2 * shape.group() * sizeof(double);
   }
 
  private:
@@ -57,12 +63,15 @@ class SinkBypass {
   /// The heads that a row would bypass; lse[h] of these.
   [[nodiscard]] std::uint32_t test_row(const Row& row, const HeadContext& head, float* lse, SelectCounters& counters);
 
+  [[nodiscard]] bool holds(double sink, double rest) const noexcept;
+
   double threshold_;
   std::uint32_t group_, head_dim_, sinks_, local_tokens_;
   AttentionShape shape_;
   std::uint32_t prompt_tokens_ = 0;   ///< offloaded tokens that the means stand for; 0: no bypass
   std::vector<double> mean_key_;      ///< [head_dim]
   std::vector<float> mean_value_;     ///< [head_dim]
+  std::vector<double> sink_mass_;     ///< [group] log of A_sink by the newest query that was tested
   std::vector<double> spread_;        ///< [group] rho = var_j(s_j of the last prompt query) / ||q||^2; < 0: unknown
 };
 

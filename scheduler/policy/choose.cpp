@@ -129,6 +129,22 @@ void ScoredSet::choose_head_mass(std::uint32_t h, std::uint32_t group, float sha
   }
 }
 
+void ScoredSet::drop(std::uint32_t heads) noexcept {
+  active_ &= ~heads;
+  for (std::uint32_t& of : heads_) of &= ~heads;
+  for (std::uint32_t& of : far_) of &= ~heads;
+}
+
+double ScoredSet::log_sum(std::uint32_t h, std::uint32_t group, std::uint32_t begin) const {
+  const auto first = static_cast<std::size_t>(std::ranges::lower_bound(tokens_, begin) - tokens_.begin());
+  double top = -std::numeric_limits<double>::infinity();
+  for (std::size_t i = first; i < tokens_.size(); ++i) top = std::max<double>(top, scores_[i * group + h]);
+  if (!std::isfinite(top)) return top;
+  double sum = 0.0;
+  for (std::size_t i = first; i < tokens_.size(); ++i) sum += std::exp(scores_[i * group + h] - top);
+  return top + std::log(sum);
+}
+
 std::span<const float> ScoredSet::log_sums(std::uint32_t group, std::vector<float>& out) const {
   out.assign(group, -std::numeric_limits<float>::infinity());
   for (std::uint32_t h = 0; h < group; ++h) {

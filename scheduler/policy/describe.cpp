@@ -186,7 +186,7 @@ std::string far_words(const FarOptions& far) {
 /// What the bypass leaves to the newest tokens is the history's to say, if there is one.
 std::string bypass_words(const PolicySpec& spec) {
   const std::uint32_t local = spec.history.local_tokens;
-  const std::string text = "bypass=sink:" + number(spec.bypass_threshold);
+  const std::string text = "bypass=sink:" + number(spec.bypass_threshold) + (spec.bypass_checked ? ",check=on" : "");
   if (spec.uses(Source::history) || local == HistoryOptions{}.local_tokens) return text;
   return text + ",local=" + std::to_string(local);
 }

@@ -140,6 +140,7 @@ constexpr Key kKeys[] = {
     {"heavy", Room::verified, [](S& s, const W& w) { read_larger_of(w, s.budget.min_tokens, s.budget.share); }},
     {"sample", Room::verified, [](S& s, const W& w) { s.budget.sample = read_share(w); }},
     {"most", Room::within, [](S& s, const W& w) { read_larger_of(w, s.budget.min_tokens, s.budget.share); }},
+    {"check", Room::bypass, [](S& s, const W& w) { s.bypass_checked = read_switch(w); }},
     {"local", Room::bypass, [](S& s, const W& w) { s.history.local_tokens = read_count(w); }},
     {"sinks", Room::near, [](S& s, const W& w) { s.near.sink_tokens = read_count(w); }},
     {"recent", Room::near, [](S& s, const W& w) { s.near.recent_tokens = read_count(w); }},

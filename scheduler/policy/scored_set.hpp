@@ -78,6 +78,10 @@ class ScoredSet {
   [[nodiscard]] std::size_t size() const noexcept { return tokens_.size(); }
   [[nodiscard]] std::span<const std::uint32_t> tokens() const noexcept { return tokens_; }
   [[nodiscard]] std::span<const float> scores() const noexcept { return scores_; }  ///< [tokens, group]
+  /// These heads take no part any more, whatever was collected for them.
+  void drop(std::uint32_t heads) noexcept;
+  /// Log-sum-exp of query head `h`'s scores of all tokens from `begin` on, whoever's candidates they are; -inf: none.
+  [[nodiscard]] double log_sum(std::uint32_t h, std::uint32_t group, std::uint32_t begin) const;
   /// Log-sum-exp of every query head's scores, written to `out`.
   std::span<const float> log_sums(std::uint32_t group, std::vector<float>& out) const;
   /// United candidates, and how many of them were near; near ones count even if they were dropped.

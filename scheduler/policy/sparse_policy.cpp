@@ -2,6 +2,7 @@
 // estimated once per KV head, each query head keeps what its budget allows, and what it kept feeds the history. Sources
 // unite freely.
 
+#include <array>
 #include <memory>
 #include <span>
 #include <vector>
@@ -88,13 +89,12 @@ class SparsePolicy final : public LayerPolicy {
     bypass.heads = 0;
     const auto [seen, dense, blank] = begin_step(context.tokens, head);
     if (!seen) return;
-    std::uint32_t active = all_heads();
-    if (head.bypass && !dense && !blank) active &= ~head.bypass->test(context, bypass, counters);
-    head.observing = active;
+    if (head.bypass && !dense && !blank) (void)head.bypass->test(context, bypass, counters);
+    head.observing = spec_.bypass_checked ? all_heads() : all_heads() & ~bypass.heads;
     if (dense) {
       select_dense(context, head, row, counters);
-    } else if (active != 0) {
-      select_sparse(context, head, row, counters);
+    } else if (head.observing != 0) {
+      select_sparse(context, head, row, bypass, counters);
     }
     if (!wants_observation(context.kv_head)) head.scored.release();
   }
@@ -185,7 +185,8 @@ class SparsePolicy final : public LayerPolicy {
     head.scored.choose_all();
   }
 
-  void select_sparse(const HeadContext& context, SparseHead& head, SelectionRow& row, SelectCounters& counters) {
+  void select_sparse(const HeadContext& context, SparseHead& head, SelectionRow& row, Bypass& bypass,
+                     SelectCounters& counters) {
     SelectScratch& scratch = scratch_of_thread();
     const std::span<TokenSet> candidates = scratch.candidates(group_);
     if (head.whole) {
@@ -207,10 +208,19 @@ class SparsePolicy final : public LayerPolicy {
     } else {
       budget_.score(context, group_, head.scored, counters);
     }
+    if (spec_.bypass_checked && bypass.heads != 0) confirm_bypass(head, bypass);
     budget_.choose(context, group_, head.scored);
     if (head.history && !budget_.estimates()) upkeep_.find_heavy(head);
     const bool united = proposer_.shares() || budget_.unites();
     head.scored.emit(group_, united ? Membership::united : Membership::own, row);
+  }
+
+  /// Of the heads that would be bypassed those whose candidates weigh little are, and take no further part.
+  void confirm_bypass(SparseHead& head, Bypass& bypass) const {
+    std::array<double, 32> lse{};  // Of a group's heads, which are bits of a word.
+    for (std::uint32_t h = 0; h < group_; ++h) lse[h] = head.scored.log_sum(h, group_, spec_.near.sink_tokens);
+    head.observing &= ~head.bypass->confirm(std::span(lse).first(group_), bypass);
+    head.scored.drop(bypass.heads);
   }
 
   /// By what the policy keeps of every key.

@@ -1,0 +1,85 @@
+// A bypass that is checked: a head that rests on its sinks attends what was found for it, if that weighs too much.
+#include <algorithm>
+#include <limits>
+
+#include "scheduler/policy/policies.hpp"
+#include "tests/scheduler/bypass_support.hpp"
+
+using namespace sluice;
+using namespace sluice::scheduler;
+using namespace sluice::scheduler::test;
+
+namespace {
+
+constexpr std::uint32_t kGroup = 2, kTokens = 801, kFound = 300;
+const AttentionShape kShape{.layers = 1, .q_heads = kGroup, .kv_heads = 1, .head_dim = kDim};
+
+/// A step of a policy whose head 0 looks at the sinks, with four logits of 12, and perhaps at one key far behind them.
+struct Step {
+  explicit Step(const std::string& text, double found) {
+    q.assign(last_q.end() - kGroup * kDim, last_q.end());
+    for (float& x : q) x *= 0.3f;  // Flat logits: variance far below 6.
+    aim_sinks(kv, q.data(), 12.0);
+    policy = make_layer_policy(parse_policy(text), kShape, 16, LayerId{0});
+    policy->begin({.kv_head = 0, .tokens = kTokens - 1, .queries = 3, .last_q = last_q, .kv = &kv});
+    if (!std::isnan(found)) aim(kv, q.data(), kFound, kFound + 1, found);
+    if (std::isnan(found)) kv.k[kFound * kDim] = std::numeric_limits<float>::quiet_NaN();
+    const FakeNear near(kTokens, kSinks, 0);
+    selected = select(*policy, kv, kTokens, q, near.set);
+  }
+  [[nodiscard]] std::vector<std::uint32_t> attended(std::uint32_t h) const { return attended_by(selected.row, h); }
+
+  FakeKv kv = FakeKv::random(kTokens + 1, kDim, kGroup, 1);
+  std::vector<float> last_q = random_queries(std::size_t{3} * kGroup, kDim, 8), q;
+  std::unique_ptr<LayerPolicy> policy;
+  Selected selected;
+};
+
+const std::string kTopK = "exact | top_k=8 | near=0%,sinks=4,recent=0 | bypass=sink:0.85";
+const std::string kTopP = "exact | top_p=0.9 | near=0%,sinks=4,recent=0 | bypass=sink:0.85";
+
+}  // namespace
+
+TEST_CASE("a bypass that is checked bypasses whom nothing was found for", "[bypass]") {
+  const std::string text = GENERATE(kTopK, kTopP);
+  const Step unchecked(text, 0.0), checked(text + ",check=on", 0.0);
+  REQUIRE(unchecked.selected.bypass.heads == 1u);
+  REQUIRE(checked.selected.bypass.heads == 1u);
+  REQUIRE(checked.selected.bypass.lse[0] == unchecked.selected.bypass.lse[0]);
+  REQUIRE(checked.attended(0).empty());
+  REQUIRE(checked.attended(1) == unchecked.attended(1));
+  REQUIRE_FALSE(checked.attended(1).empty());
+}
+
+TEST_CASE("a bypass that is checked leaves a key attended that the estimate does not see", "[bypass]") {
+  const std::string text = GENERATE(kTopK, kTopP);
+  // As heavy as a sink: a fifth of the softmax, of which the sinks' estimated share knows nothing.
+  const Step unchecked(text, 12.0), checked(text + ",check=on", 12.0);
+  REQUIRE(unchecked.selected.bypass.heads == 1u);
+  REQUIRE(unchecked.attended(0).empty());
+  REQUIRE(checked.selected.bypass.heads == 0u);
+  REQUIRE(std::ranges::count(checked.attended(0), kFound) == 1);
+  const Step off(text.substr(0, text.rfind(" | ")), 12.0);
+  REQUIRE(checked.attended(0) == off.attended(0));
+  REQUIRE(checked.attended(1) == off.attended(1));
+}
+
+TEST_CASE("a bypass that is checked holds its threshold by what was found", "[bypass]") {
+  // Four sinks of e^12 beside one key of e^x: 0.85 is crossed at x = 12 + log(4 * 0.15 / 0.85) = 11.65.
+  REQUIRE(Step(kTopK + ",check=on", 11.5).selected.bypass.heads == 1u);
+  REQUIRE(Step(kTopK + ",check=on", 11.8).selected.bypass.heads == 0u);
+}
+
+TEST_CASE("a bypass that is checked bypasses nobody where a score is no number", "[bypass]") {
+  REQUIRE(Step(kTopK, std::numeric_limits<double>::quiet_NaN()).selected.bypass.heads == 1u);
+  REQUIRE(Step(kTopK + ",check=on", std::numeric_limits<double>::quiet_NaN()).selected.bypass.heads == 0u);
+}
+
+TEST_CASE("whether a bypass is checked is said where it is read", "[bypass][policy_text]") {
+  const PolicySpec spec = parse_policy(kTopK + ",check=on");
+  REQUIRE(spec.bypass_checked);
+  REQUIRE(parse_policy(to_string(spec)) == spec);
+  REQUIRE(to_string(spec).ends_with("bypass=sink:0.85,check=on"));
+  REQUIRE_FALSE(parse_policy(kTopK).bypass_checked);
+  REQUIRE_FALSE(parse_policy("exact | top_k=8 | bypass=off,check=on").bypass_checked);
+}
