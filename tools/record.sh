@@ -28,7 +28,8 @@ RECORD_CLUSTER_LENGTHS=32K,64K,128K (2K,8K without a GPU) RECORD_PROMPT_TOKENS=3
 RECORD_SERVE="--random-weights llama-3.1-8b --kv-size 4G ..." (see the script; a tiny model without a GPU)
 (here with their defaults; lists of words are parts of their own).
 Other models and prompts: RECORD_SECOND=DIR (a second model, of which near-accuracy-second-* are parts) RECORD_SEED=N (the first
-prompt's, as eval's --seed).
+prompt's, as eval's --seed) RECORD_HELD=DIR RECORD_SINKS=DIR RECORD_HEADS="DIR ..." (models of tools/train, of which harder-*, bypass-*,
+sinks-* and group-* are parts; tools/record/trained.sh says which).
 END
 }
 
@@ -79,7 +80,7 @@ esac
 }
 
 # Each idea has a file with its parts, IDEA_parts, a name a line, and with what measures one of them, measure_IDEA.
-ideas='tasks prompts answers speed decode compare models figures'
+ideas='tasks prompts answers trained speed decode compare models figures'
 for idea in $ideas; do
   # shellcheck disable=SC1090 # Named above.
   . "$root/tools/record/$idea.sh"
