@@ -58,6 +58,8 @@ class Backend final : public sluice::Backend {
                        Stream* stream) override;
   [[nodiscard]] std::uint64_t choose_clusters_scratch_bytes(const ChooseClustersTask& task,
                                                             const AttentionShape& shape) const override;
+  void choose_pages(std::span<const ChoosePagesTask> tasks, const AttentionShape& shape, const PageLayout& layout,
+                    Stream* stream) override;
   /// Like score_int4, but of any tokens, as host policies ask for them.
   void estimate_tokens(const EstimateTask& task, const AttentionShape& shape, const PageLayout& layout);
 

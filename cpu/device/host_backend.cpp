@@ -107,6 +107,13 @@ std::uint64_t HostBackend::choose_clusters_scratch_bytes(const ChooseClustersTas
   return cpu_.choose_clusters_scratch_bytes(task, shape);
 }
 
+void HostBackend::choose_pages(std::span<const ChoosePagesTask> tasks, const AttentionShape& shape,
+                               const PageLayout& layout, Stream* stream) {
+  if (tasks.empty()) return;
+  check(shape, layout);
+  run_or_enqueue(stream, "choose_pages", [=, this] { cpu_.choose_pages(tasks, shape, layout, nullptr); });
+}
+
 void HostBackend::prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                           Stream* stream) {
   if (tasks.empty()) return;

@@ -99,8 +99,10 @@ void choose(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
   std::vector<TopKTask> counts;
   std::vector<TopPTask> shares;
+  std::vector<ChoosePagesTask> pages;
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     if (!row.ranks()) return;
+    if (row.microbatch != 0) return pages.push_back(pages_task(m, row, index, m.plane(layer, head)));
     const ScoreInt4Task task = estimate_task(m, row, index, m.plane(layer, head));
     const std::uint32_t values = task.row(m.layout.page_tokens);
     const ForwardCandidates candidates = candidates_of(m, row);
@@ -124,6 +126,7 @@ void choose(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
   });
   host.top_k(counts, nullptr);
   host.top_p(shares, nullptr);
+  host.choose_pages(pages, m.shape, m.layout, nullptr);
 }
 
 void split(const Workers& workers, const ForwardMemory& m, std::uint32_t layer) {

@@ -43,6 +43,8 @@ class Backend final : public sluice::Backend {
                        Stream* stream) override;
   [[nodiscard]] std::uint64_t choose_clusters_scratch_bytes(const ChooseClustersTask& task,
                                                             const AttentionShape& shape) const override;
+  void choose_pages(std::span<const ChoosePagesTask> tasks, const AttentionShape& shape, const PageLayout& layout,
+                    Stream* stream) override;
 
   void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
                Stream* stream) override;

@@ -123,6 +123,11 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
     choice.top_k_rows = carver.take<TopKRow>(q_heads);
   }
   if (largest.unbounded) choice.top_p_rows = carver.take<TopPRow>(q_heads);
+  if (memory.takes_pages(largest)) {
+    choice.page_choices = carver.take<ChoosePagesTask>(heads);
+    choice.page_room =
+        carver.take<std::uint32_t>(heads * ChoosePagesTask::scratch_words(rows.shape.group(), memory.max_pages));
+  }
   if (memory.cluster_slots != 0) place_clusters(rows, carver, choice);
   if (jobs != 0 && largest.top_k && memory.max_picks != 0) {
     // More than the margin of a head that is hard to foresee; of many that are chosen less, and no more than the split

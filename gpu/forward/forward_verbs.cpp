@@ -11,6 +11,7 @@
 #include "gpu/forward/forward_scratch.hpp"
 #include "gpu/forward/forward_side.hpp"
 #include "gpu/kernels/index/int4.hpp"
+#include "gpu/kernels/select/choose_pages.hpp"
 #include "gpu/kernels/select/score.hpp"
 #include "gpu/kernels/transfer/signal.hpp"
 
@@ -129,6 +130,17 @@ void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer
     launch_top_k(scratch.top_k_rows, rows, longest, limits_.longest_top_k, handle(layer.stream));
   if (memory.bucket.unbounded)
     launch_top_p(scratch.top_p_rows, rows, longest, limits_.longest_top_p, handle(layer.stream));
+  if (scratch.page_choices != nullptr && memory.takes_pages(memory.bucket)) {
+    TaskArray<ChoosePagesTask> tasks;
+    tasks.queued = scratch.page_choices;
+    tasks.count = memory.bucket.decode_rows * memory.shape.kv_heads;
+    launch_choose_pages(tasks, memory.bucket.max_tokens / memory.layout.page_tokens,
+                        {.page_tokens = memory.layout.page_tokens,
+                         .group = memory.shape.group(),
+                         .softcap = memory.shape.softcap,
+                         .multiprocessors = multiprocessors_},
+                        handle(layer.stream));
+  }
   if (memory.bucket.unbounded && memory.cluster_slots != 0) choose_clusters(memory, scratch, layer);
 }
 

@@ -12,6 +12,7 @@
 #include "gpu/kernels/prefill/flex.hpp"
 #include "gpu/kernels/prefill/prefill.hpp"
 #include "gpu/kernels/select/choose_clusters.hpp"
+#include "gpu/kernels/select/choose_pages.hpp"
 #include "gpu/kernels/select/score.hpp"
 #include "gpu/kernels/select/top_k.hpp"
 #include "gpu/kernels/select/top_p.hpp"
@@ -25,6 +26,7 @@ KernelLimits load_all_kernels() {
   load_attend_kernels();
   load_cluster_kernels();
   load_choose_clusters_kernels();
+  load_choose_pages_kernels();
   load_convert_kernels();
   load_digest_kernels();
   load_gather_kernels();

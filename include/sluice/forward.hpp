@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "sluice/curve_fit.hpp"
+#include "sluice/progress.hpp"
 #include "sluice/units.hpp"
 
 /// What describes a forward, in memory of the device. What a launch is given depends on a bucket alone, never on
@@ -80,6 +81,10 @@ struct ForwardRow {
   std::uint32_t page_picks = 0;    ///< and as many of them chosen; 0: only their scores are wanted
   std::uint32_t picks = 0;         ///< of the tokens between, each query head chooses as many, at most max_picks
   float mass = 0.f;                ///< or, if this is not 0, those that top-p keeps, see top_p.hpp
+  /// Not 0: `mass` is a share by PSA's rule, for which its ranked pages are taken, as many at a time, see
+  /// ChoosePagesTask; `page_picks` is 0.
+  std::uint32_t microbatch = 0;
+  ProgressRule rule = ProgressRule::least;
   std::uint32_t most = kNone;      ///< then, or if the CPU chooses, each query head keeps at most as many; kNone: all
   std::uint32_t dense_layers = 0;  ///< layers below it attend everything
   std::uint32_t dense_every = 0;   ///< and so does every such layer, the first included; 0: none
@@ -123,6 +128,7 @@ struct ForwardRow {
     row.recent_begin = cut && newest - window < tokens ? newest - window : tokens;
     row.pages = row.page_picks = row.picks = 0;
     row.mass = 0.f;
+    row.microbatch = 0;
     row.asks = 0;
     row.proposed = 0;
     row.rest = 0;

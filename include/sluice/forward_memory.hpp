@@ -241,6 +241,10 @@ struct ForwardMemory {
   }
   [[nodiscard]] constexpr std::uint32_t score_room() const noexcept { return scores_in(largest); }
   [[nodiscard]] constexpr std::uint32_t mask_words() const noexcept { return (score_room() + 31) / 32; }
+  /// Whether rows of a bucket may take pages until they have a share, see ForwardRow::microbatch: they may take all.
+  [[nodiscard]] constexpr bool takes_pages(const Bucket& of) const noexcept {
+    return of.pages && of.unbounded && max_ranked == max_pages;
+  }
   /// Whole vectors of four words.
   [[nodiscard]] constexpr std::uint32_t proposed_words() const noexcept { return (largest.max_tokens + 127) / 128 * 4; }
   [[nodiscard]] constexpr std::uint64_t proposal_layer(std::uint32_t slot, std::uint32_t layer) const noexcept {

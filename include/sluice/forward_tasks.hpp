@@ -56,6 +56,23 @@ namespace sluice {
           .mask_words = m.mask_words()};
 }
 
+/// What its query heads take of its pages until they have their share; without scratch memory.
+[[nodiscard]] constexpr ChoosePagesTask pages_task(const ForwardMemory& m, const ForwardRow& row, std::uint32_t list,
+                                                   std::uint32_t plane) noexcept {
+  if (row.list == kNone || row.microbatch == 0) return {};
+  return {.page_scores = rank_task(m, row, list, plane).out,
+          .scores = estimate_task(m, row, list, plane).out,
+          .pages = row.pages,
+          .tokens = row.tokens,
+          .sinks = row.sink_end,
+          .recent = row.recent_begin,
+          .mass = row.mass,
+          .microbatch = row.microbatch,
+          .rule = row.rule,
+          .masks = m.masks + std::uint64_t{list} * m.shape.group() * m.mask_words(),
+          .mask_words = m.mask_words()};
+}
+
 /// Of the values of such a row, those to choose from.
 struct ForwardCandidates {
   std::uint32_t begin = 0;

@@ -9,6 +9,7 @@
 #include "sluice/error.hpp"
 #include "sluice/int4.hpp"
 #include "sluice/page.hpp"
+#include "sluice/progress.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/units.hpp"
 
@@ -191,6 +192,34 @@ struct ChooseClustersTask {
   [[nodiscard]] constexpr std::uint32_t scored() const noexcept { return anyway() + samples.size(); }
 };
 
+/// One (sequence, KV head) of a `choose_pages`: PSA's choice (arXiv 2503.00392, algorithm 1) by scores that are there.
+/// Full pages [0, pages) come in descending order of what they score with all query heads together, equal ones the
+/// newest first and NaN last, `microbatch` at a time, until every query head has attended the share `mass` by the rule,
+/// see progress.hpp: the whole group attends what it took the last of them to have enough. What is attended anyway,
+/// tokens before `sinks` and from `recent` on, counts first; of a page the others do, and one that has lost some to
+/// these says nothing of pages to come. Pages without such tokens are passed over. With mass >= 1 all are taken.
+struct ChoosePagesTask {
+  const float* page_scores = nullptr;  ///< [group, pages] as `score_pages` makes them
+  const float* scores = nullptr;       ///< [group, tokens] before any soft-cap; NaN and -infinity weigh nothing
+  std::uint32_t pages = 0;             ///< 0: there is nothing to choose, and nothing is written
+  std::uint32_t tokens = 0;            ///< visible, those of all pages at least
+  std::uint32_t sinks = 0;             ///< at most `recent`
+  std::uint32_t recent = 0;            ///< at most the tokens of all pages
+  float mass = 1.f;                    ///< > 0
+  std::uint32_t microbatch = 1;
+  ProgressRule rule = ProgressRule::least;  ///< not `certified`
+  /// [group, mask_words] bit i % 32 of word i / 32: token i is kept; the same for all query heads. The words of all
+  /// visible tokens are written; bits of those that are attended anyway say nothing.
+  std::uint32_t* masks = nullptr;
+  std::uint64_t mask_words = 0;
+  std::uint32_t* count = nullptr;    ///< how many pages are taken; may be null
+  std::uint32_t* scratch = nullptr;  ///< scratch_words of memory
+
+  [[nodiscard]] static constexpr std::uint64_t scratch_words(std::uint32_t group, std::uint32_t pages) noexcept {
+    return (std::uint64_t{group} + 3) * pages;
+  }
+};
+
 /// What the choice of tokens is made of: side data of pages, scores by it, and budgets. What all verbs have in common is
 /// said at Backend.
 class SelectVerbs {
@@ -217,6 +246,8 @@ class SelectVerbs {
   /// Likewise, for `choose_clusters`.
   [[nodiscard]] virtual std::uint64_t choose_clusters_scratch_bytes(const ChooseClustersTask& task,
                                                                     const AttentionShape& shape) const = 0;
+  virtual void choose_pages(std::span<const ChoosePagesTask> tasks, const AttentionShape& shape,
+                            const PageLayout& layout, Stream* stream) = 0;
 };
 
 }  // namespace sluice

@@ -106,6 +106,10 @@ void Engine::Impl::require_choosable(const Sequence& sequence, const PlanItem& i
       throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.page_picks) +
                                              " pages, and EngineOptions::max_ranked is " + text(most.max_ranked) +
                                              "; raise it");
+    if (row.microbatch != 0 && !most.takes_pages(bucket))
+      throw Error(Errc::out_of_capacity, name + ": a query head may choose every page of the " + text(most.max_pages) +
+                                             " that a sequence may have, and EngineOptions::max_ranked is " +
+                                             text(most.max_ranked) + "; raise it");
   };
   scheduler::for_each_choice(sequence.spec, sequence.planned, item.tokens, bucket.drafts,
                              runtime::limits_of(options).shape, require);

@@ -28,15 +28,23 @@ bool by_clusters(const PolicySpec& spec) noexcept {
   return only(spec, Source::clusters) && spec.estimate == Estimate::int4 && spec.budget.kind == BudgetKind::fitted;
 }
 
+/// Whether pages are taken by 4-bit copies of their keys until there is a share.
+bool by_pages(const PolicySpec& spec) noexcept {
+  return only(spec, Source::pages) && spec.estimate == Estimate::int4 && spec.budget.kind == BudgetKind::progressive;
+}
+
 /// Whether a budget is a share of the mass that the device finds.
 bool by_share(const PolicySpec& spec) noexcept {
-  return spec.budget.kind == BudgetKind::top_p || spec.budget.kind == BudgetKind::fitted;
+  return spec.budget.kind == BudgetKind::top_p || spec.budget.kind == BudgetKind::fitted || by_pages(spec);
 }
 
 /// Whether pages are chosen, and attended as they are.
 bool whole_pages(const PolicySpec& spec) noexcept {
   return only(spec, Source::pages) && spec.budget.kind == BudgetKind::top_k && spec.budget.share >= 1.f;
 }
+
+/// As many as EngineOptions::max_ranked may be: however long a sequence of an engine is.
+constexpr std::uint32_t kAllPages = 1u << 20;
 
 /// The new token itself is always attended, but by policies of the CPU, which see to it.
 std::uint32_t recent_of(const PolicySpec& spec) noexcept {
@@ -68,6 +76,11 @@ std::uint32_t pages_per_head(const PolicySpec& spec, std::uint32_t pages, std::u
 /// A row of pages that the device chooses from.
 void choose_pages(const PolicySpec& spec, const RowShape& shape, ForwardRow& row) noexcept {
   row.pages = newest_page(row.tokens, shape.page_tokens) / shape.page_tokens;
+  if (by_pages(spec)) {
+    row.microbatch = spec.budget.microbatch;
+    row.rule = spec.budget.rule;
+    return;
+  }
   row.page_picks = pages_per_head(spec, row.pages, row.tokens, shape);
   const bool few = spec.budget.kind == BudgetKind::top_k && row.tokens - row.sink_end <= spec.budget.min_tokens &&
                    row.recent_begin - row.sink_end <= far_tokens_per_head(spec.far, row.tokens, shape);
@@ -142,7 +155,7 @@ Chooser chooser(const PolicySpec& spec) noexcept {
   if (!ranks(spec)) return spec.near.share != 0.f && !spec.uses(Source::all) ? Chooser::neither : Chooser::device;
   if (spec.near.share != 0.f) return Chooser::neither;
   if (spec.bypass_threshold == 0.f)
-    return by_copies(spec) || by_clusters(spec) || whole_pages(spec) ? Chooser::device : Chooser::cpu;
+    return by_copies(spec) || by_clusters(spec) || by_pages(spec) || whole_pages(spec) ? Chooser::device : Chooser::cpu;
   return by_copies(spec) ? Chooser::neither : Chooser::cpu;
 }
 
@@ -186,7 +199,7 @@ ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const R
   if (needs.bucket.top_k && !by_share(spec)) needs.picks = tokens_per_head(spec, tokens, shape);
   if (by_clusters(spec)) needs.clusters = ClusterSchedule::most_clusters(spec.clusters, tokens);
   if (!needs.bucket.pages) return needs;
-  needs.ranked = pages_per_head(spec, tokens / shape.page_tokens, tokens, shape);
+  needs.ranked = by_pages(spec) ? kAllPages : pages_per_head(spec, tokens / shape.page_tokens, tokens, shape);
   // All tokens are attended while they are so few.
   const std::uint64_t few = std::uint64_t{spec.near.sink_tokens} + spec.budget.min_tokens;
   if (whole_pages(spec))

@@ -47,7 +47,12 @@ struct Head {
 class ProgressivePolicy final : public LayerPolicy {
  public:
   ProgressivePolicy(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t page_tokens)
-      : budget_(spec.budget), far_(spec.far), group_(shape.group()), shape_(shape), page_tokens_(page_tokens) {}
+      : budget_(spec.budget),
+        estimate_(spec.estimate),
+        far_(spec.far),
+        group_(shape.group()),
+        shape_(shape),
+        page_tokens_(page_tokens) {}
 
   void begin(const PromptContext&) override {}
   void observe(std::uint32_t, KvReader&) override {}
@@ -69,12 +74,19 @@ class ProgressivePolicy final : public LayerPolicy {
       ++counters.iterations;
     }
     emit(head, row);
-    counters.scored += row.tokens.size();
+    (estimates() ? counters.estimated : counters.scored) += row.tokens.size();
     counters.candidates += row.tokens.size();
     counters.expanded_per_head += row.tokens.size() * group_;
   }
 
  private:
+  /// Whether pages are weighed by copies of their keys.
+  [[nodiscard]] bool estimates() const noexcept { return estimate_ == Estimate::int4; }
+  void score(const HeadContext& context, std::span<const std::uint32_t> tokens, float* out) const {
+    if (estimates()) return context.kv->estimate(context.q, tokens, out);
+    context.kv->score(context.q, tokens, out);
+  }
+
   /// Of `tokens` visible ones: the query heads attend the same, so that their parts of the budget are one.
   [[nodiscard]] std::uint64_t most_far(std::uint32_t tokens) const noexcept {
     return std::uint64_t{group_} * far_tokens_per_head(far_, tokens, row_shape(shape_, page_tokens_));
@@ -103,10 +115,10 @@ class ProgressivePolicy final : public LayerPolicy {
     if (head.tokens.empty()) return;
 
     head.near_scores.resize(head.tokens.size() * group_);
-    context.kv->score(context.q, head.tokens, head.near_scores.data());
+    score(context, head.tokens, head.near_scores.data());
     for (std::uint32_t h = 0; h < group_; ++h) add_mass(head.states[h], log_sum(head.near_scores, h));
     const std::uint64_t near_tokens = head.tokens.size() - open.tokens();
-    counters.scored += near_tokens;
+    (estimates() ? counters.estimated : counters.scored) += near_tokens;
     counters.near_hits += near_tokens;
     counters.candidates += near_tokens;
     if (open.tokens() == 0) return;
@@ -165,7 +177,7 @@ class ProgressivePolicy final : public LayerPolicy {
       for (std::uint32_t i = run.begin; i < run.end; ++i) head.tokens.push_back(run.page * page_tokens_ + i);
     }
     head.scores.resize((first + head.tokens.size()) * group_);
-    context.kv->score(context.q, head.tokens, head.scores.data() + first * group_);
+    score(context, head.tokens, head.scores.data() + first * group_);
   }
 
   /// Log-sum-exp of one head's scores; what is no number weighs nothing.
@@ -178,21 +190,23 @@ class ProgressivePolicy final : public LayerPolicy {
     return top + std::log(sum);
   }
 
-  /// Everything visited, ascending, with its scores: K need not be read again.
+  /// Everything visited, ascending, with its scores, unless they are estimates: K need not be read again.
   void emit(Head& head, SelectionRow& row) const {
     std::sort(head.visited.begin(), head.visited.end(),
               [](const Visited& a, const Visited& b) { return a.run.page < b.run.page; });
-    row.scores.reserve(head.scores.size());
+    if (!estimates()) row.scores.reserve(head.scores.size());
     row.tokens.reserve(head.scores.size() / group_);
     for (const Visited& page : head.visited) {
       for (std::uint32_t i = page.run.begin; i < page.run.end; ++i)
         row.tokens.push_back(page.run.page * page_tokens_ + i);
+      if (estimates()) continue;
       const auto from = head.scores.begin() + static_cast<std::ptrdiff_t>(page.first * group_);
       row.scores.insert(row.scores.end(), from, from + static_cast<std::ptrdiff_t>(page.run.tokens() * group_));
     }
   }
 
   BudgetOptions budget_;
+  Estimate estimate_;
   FarOptions far_;
   std::uint32_t group_;
   AttentionShape shape_;

@@ -186,12 +186,16 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
   const bool own_scores =
       kind == BudgetKind::fitted || kind == BudgetKind::progressive || kind == BudgetKind::sampled;
   const bool fitted_by_copies = kind == BudgetKind::fitted && spec.estimate == Estimate::int4;
+  const bool pages_by_copies = kind == BudgetKind::progressive && spec.estimate == Estimate::int4;
   refuse_if(
-      scored && own_scores && !exact && !fitted_by_copies,
-      "int4, channels and hadamard estimate candidates before top_k or top_p cut them, and int4 before fitted does; "
-      "progressive and sampled score as they go");
-  refuse_if(scored && fitted_by_copies && !spec.far.all(),
-            "fitted by int4 is the device's choice, which knows no budget of far tokens; drop far, or int4");
+      scored && own_scores && !exact && !fitted_by_copies && !pages_by_copies,
+      "int4, channels and hadamard estimate candidates before top_k or top_p cut them, and int4 before fitted and "
+      "progressive do; sampled scores as it goes");
+  refuse_if(scored && (fitted_by_copies || pages_by_copies) && !spec.far.all(),
+            "fitted and progressive by int4 are the device's choice, which knows no budget of far tokens; drop far, or "
+            "int4");
+  refuse_if(scored && pages_by_copies && spec.budget.rule == ProgressRule::certified,
+            "the rule certified bounds keys, and int4 has copies of them; write another rule, or drop int4");
   const bool labelled = scored && (spec.estimate == Estimate::channels || spec.estimate == Estimate::hadamard);
   refuse_if(labelled && (kind == BudgetKind::top_p || kind == BudgetKind::verified),
             "channels and hadamard tell which keys come first, not what they weigh; write int4 instead, or use top_k");

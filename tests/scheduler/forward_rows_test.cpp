@@ -264,6 +264,37 @@ TEST_CASE("rows choose among clusters of their first tokens and attend all other
   }
 }
 
+TEST_CASE("rows take pages by copies of their keys, all but the newest, until they have a share", "[plan][pages]") {
+  const PolicySpec policy = parse_policy("psa:microbatch=3,rule=mean | int4 | near=0,sinks=4,recent=2");
+  REQUIRE(chooser(policy) == Chooser::device);
+  REQUIRE(chooser(parse_policy("psa")) == Chooser::cpu);
+  REQUIRE(may_be_dense(policy));
+  const std::uint32_t page = kLayer.page_tokens;
+  const ForwardNeeds needs = forward_needs(policy, 5'000, kLayer);
+  REQUIRE((needs.bucket.unbounded && needs.bucket.pages && !needs.bucket.top_k));
+  REQUIRE(needs.ranked > 5'000);  // However many there is room for.
+  const ForwardLimits limits{.shape = kLayer, .max_window = 9999, .digests = policy.pages.digest};
+  REQUIRE(forward_unserved(policy, {.unbounded = true, .pages = true}, limits).empty());
+  REQUIRE(forward_unserved(policy, {.pages = true}, limits).find("share of the mass") != std::string::npos);
+  for (const std::uint32_t tokens : {1u, page, page + 1, 10 * page, 10 * page + 1, 10 * page + 5}) {
+    CAPTURE(tokens);
+    const ForwardRow row = forward_row(policy, tokens, kLayer);
+    if (tokens <= page) {
+      REQUIRE((row.microbatch == 0 && row.mass == 0.f));
+      continue;
+    }
+    REQUIRE(row.pages == (tokens - 1) / page);
+    REQUIRE(row.page_picks == 0);
+    REQUIRE_FALSE(row.in_pages());
+    REQUIRE(row.ranks());
+    REQUIRE((row.sink_end == 4 && row.recent_begin == std::min(tokens - 2, row.pages * page)));
+    REQUIRE((row.mass == 0.95f && row.microbatch == 3 && row.rule == ProgressRule::mean && row.most == kNone));
+    REQUIRE((row.in(0, 7).microbatch == 0 && row.in(0, 7).mass == 0.f));
+    const ForwardRow team = forward_team(policy, tokens - 1, 4, kLayer);
+    REQUIRE((team.microbatch == 3 && team.mass == 0.95f && team.pages == row.pages && team.drafts == 4));
+  }
+}
+
 TEST_CASE("with `far=all`, or a budget that does not bind, rows are as without it", "[plan][far]") {
   const std::string text = GENERATE("exact | int4 | top_k=max(20, 5%)", "exact | int4 | top_p=0.9", "quest",
                                     "pages:pages=9 | int4 | top_k=40", "lfps", "psa");

@@ -17,9 +17,12 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
   expect(complaint("history+pages | progressive=0.95"), {"progressive walks", "pages | progressive=0.95"});
   expect(complaint("pages | progressive=0.95,rule=certified"), {"digest box", "pages:box"});
   expect(complaint("pages | sampled"), {"sampled corrects", "lsh | sampled"});
-  expect(complaint("lsh | int4 | sampled"), {"estimate candidates", "score as they go"});
+  expect(complaint("lsh | int4 | sampled"), {"estimate candidates", "scores as it goes"});
   expect(complaint("tactic | channels=9"), {"estimate candidates", "int4 before fitted"});
   expect(complaint("tactic | int4 | far=5000"), {"no budget of far tokens", "drop far"});
+  expect(complaint("psa | int4 | far=5000"), {"no budget of far tokens", "drop far"});
+  expect(complaint("psa | channels=9"), {"estimate candidates", "progressive do"});
+  expect(complaint("pages:box | int4 | progressive=0.9,rule=certified"), {"bounds keys", "drop int4"});
   expect(complaint("pages | progressive=0.9 | bypass=0.8"), {"bypass works with"});
   expect(complaint("all | top_p=0.9"), {"write exact instead"});
   expect(complaint("none | int4"), {"name one"});
@@ -28,7 +31,7 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
   expect(complaint("exact | channels=9 | top_p=0.9"), {"which keys come first", "int4"});
   expect(complaint("exact | hadamard | verified=0.1"), {"which keys come first", "top_k"});
   expect(complaint("history+pages | channels=9"), {"history learns from scores", "drop history"});
-  expect(complaint("clusters | channels=9 | fitted=0.9"), {"score as they go"});
+  expect(complaint("clusters | channels=9 | fitted=0.9"), {"scores as it goes"});
   expect(complaint("none | channels=9"), {"name one"});
   expect(complaint("full | hadamard"), {"write exact instead"});
   expect(complaint("pages | verified=0.1"), {"verified samples", "exact | verified=0.1"});

@@ -85,6 +85,8 @@ TEST_CASE("a composition's words parse back to it", "[policy_text]") {
       "exact | int4 | top_p=0.9 | rest=mean | far=1% | near=0%",
       "topk:far=2%,budget=7",
       "psa | far=5000",
+      "psa | int4",
+      "pages:box | int4 | progressive=98%,microbatch=7,rule=median | near=0%",
       "history+pages | top_p=0.95 | far=0.7% | far=99",
       "lfps | far=9 | far=all",
       "none | near=3%"};

@@ -114,6 +114,28 @@ struct Head {
   SelectCounters counters;
 };
 
+/// A FakeKv that gives its scores as estimates, and no others.
+class Estimates final : public KvReader {
+ public:
+  explicit Estimates(FakeKv& kv) : kv_(kv) {}
+  void score(const float*, std::span<const std::uint32_t>, float*) override { FAIL("keys were read"); }
+  void estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) override {
+    kv_.score(q, tokens, out);
+  }
+  void key(std::uint32_t, float*) override { FAIL("keys were read"); }
+  void value(std::uint32_t token, float* out) override { kv_.value(token, out); }
+  void keys(std::uint32_t, std::uint32_t, float*) override { FAIL("keys were read"); }
+  void cluster(const ClusterRequest& request, float* centroids, std::uint32_t* assignment) override {
+    kv_.cluster(request, centroids, assignment);
+  }
+  void score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) override {
+    kv_.score_rows(x, columns, rows, count, out);
+  }
+
+ private:
+  FakeKv& kv_;
+};
+
 }  // namespace
 
 TEST_CASE("progressive: in true order the share is covered, for all heads and microbatches", "[psa]") {
@@ -161,6 +183,30 @@ TEST_CASE("progressive: it visits no page more than the rule asks for, in the or
   head.select(psa(0.8f, 4), near.set, scores);
   REQUIRE(head.visited_pages().size() >= one);
   REQUIRE(head.visited_pages().size() <= one + 3);
+}
+
+TEST_CASE("progressive: by copies it visits what it would if they were keys, and leaves scores to these", "[psa]") {
+  const auto rule = GENERATE(ProgressRule::least, ProgressRule::mean, ProgressRule::median);
+  const auto sinks = GENERATE(0u, 40u);
+  Head head(2'000, 6, true);
+  const FakeNear near(2'000, sinks, sinks);
+  const auto scores = head.box_scores();
+  PolicySpec spec = psa(0.8f, 4, rule);
+  head.select(spec, near.set, scores);
+  const SelectCounters exact = head.counters;
+  spec.estimate = Estimate::int4;
+  Estimates kv(head.kv);
+  SelectionRow row;
+  SelectCounters counters;
+  make_progressive_policy(spec, kShape, kPageTokens)
+      ->select(
+          {.kv_head = 0, .tokens = head.n, .q = head.q.data(), .page_scores = scores, .near = &near.set, .kv = &kv},
+          row, head.bypass, counters);
+  REQUIRE(row.tokens == head.row.tokens);
+  REQUIRE(row.tokens.size() < 1'900);
+  REQUIRE(row.scores.empty());
+  REQUIRE((counters.estimated == exact.scored && counters.scored == 0));
+  REQUIRE(counters.iterations == exact.iterations);
 }
 
 TEST_CASE("progressive: all of the mass is dense attention, whatever the order", "[psa]") {

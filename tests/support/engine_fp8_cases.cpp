@@ -54,6 +54,7 @@ TEST_CASE("an engine of fp8 attends what one does whose keys and values were rou
                                  "lfps",
                                  "tactic:least=16,size=4",
                                  "psa",
+                                 "psa | int4",
                                  "twilight",
                                  "quest",
                                  "arkvale",

@@ -22,6 +22,9 @@ TEST_CASE("policies that rank pages attend what they attend by themselves, near 
       {"pages:pages=3 | int4 | top_k=9 | near=0,sinks=3,recent=21", 7},
       {"pages:pages=3 | top_k=20 | near=0,sinks=3,recent=5", 0},
       {"psa | page=16", 7},
+      {"psa | int4 | page=16", 7},
+      {"pages:quest | int4 | progressive=0.8,microbatch=2,rule=mean | near=0,sinks=4,recent=9 | dense=1", 0},
+      {"pages | int4 | progressive=0.7,microbatch=1,rule=median | near=0,sinks=21,recent=40", 7},
       {"pages:quest | progressive=0.8,rule=certified,microbatch=2 | near=0,sinks=4,recent=9", 0},
       {"history:share_group=on+pages:pages=2 | int4 | top_k=24 | near=0,sinks=4,recent=16", 7},
       {"history+pages:quest,pages=2 | top_k=24 | near=0,sinks=4,recent=9", 0},
@@ -149,12 +152,12 @@ TEST_CASE("what the CPU chooses again and again comes near, and what is chosen s
 
 TEST_CASE("progressive attention stops at the same pages in both placements, however late answers are", "[engine]") {
   constexpr std::uint32_t kPrompt = 243, kTokens = 252;
-  const std::uint32_t near = GENERATE(0u, 7u);
-  CAPTURE(near);
+  const auto [near, text] = GENERATE(grid(std::array{0u, 7u}, std::array{"psa | page=16", "psa | int4 | page=16"}));
+  CAPTURE(near, text);
   const EngineRig rig = engine_rig();
   Story story(kShape, kTokens, 99);
   if (rig.kv_dtype != DType::f32) story.round_queries();
-  const PolicySpec policy = parse_policy("psa | page=16");
+  const PolicySpec policy = parse_policy(text);
   struct Decoded {
     std::vector<std::uint64_t> attended;  ///< by step
     std::vector<std::vector<float>> out;
@@ -238,6 +241,7 @@ TEST_CASE("sequences that rank pages attend the same in a batch and alone", "[en
                          {"pages:quest,pages=3 | int4 | top_p=0.8 | near=0,sinks=4,recent=9", 170},
                          {"history+pages:quest,pages=2 | top_k=24 | near=0,sinks=4,recent=9", 143},
                          {"full", 64},
+                         {"pages:quest | int4 | progressive=0.8 | near=0,sinks=4,recent=9", 131},
                          {"pages:quest | progressive=0.8 | near=0,sinks=4,recent=9", 5}});
 }
 

@@ -29,6 +29,7 @@ TEST_CASE("a sequence that was parked and resumed attends the same, bit for bit"
                                  "twilight | near=0",
                                  "arkvale",
                                  "psa",
+                                 "psa | int4",
                                  "topk",
                                  "none | near=0,recent=9",
                                  "sluice | far=max(64, 2%)",

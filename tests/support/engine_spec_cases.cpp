@@ -195,6 +195,7 @@ TEST_CASE("windows have room in an engine whose policies choose little", "[engin
 TEST_CASE("policies of the CPU choose by the model's scores, and not in layers with windows", "[engine][spec]") {
   constexpr std::array kPolicies{"lfps",
                                  "psa | dense=0",
+                                 "psa | int4",
                                  "magicpig",
                                  "tactic:least=64,size=4,recluster=64",
                                  "topk",

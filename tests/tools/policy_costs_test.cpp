@@ -219,9 +219,15 @@ TEST_CASE("costs hold for policies that choose alike, and beside the default's",
     REQUIRE(with.batch[at(Stage::merge)]->fixed_us == 9.0);
     REQUIRE(with.stages[at(Stage::attend_far)] == rates.stages[at(Stage::attend_far)]);
   }
-  for (const char* const policy : {"sluice", "twilight", "psa", "full", "pages | int4 | top_k=64"}) {
+  for (const char* const policy : {"sluice", "twilight", "psa", "psa | int4", "full", "pages | int4 | top_k=64"}) {
     CAPTURE(policy);
     REQUIRE(found(policy).stages == rates.stages);
     REQUIRE(found(policy).batch == rates.batch);
   }
+  // Of a policy that nobody measured, what comes nearest holds.
+  PolicyCosts share{.policy = "exact | int4 | top_p=0.95"};
+  share.stages[at(Stage::choose)] = StageCost{.fixed_us = 77.0};
+  const auto nearest = [&](const char* policy) { return rates_for(parse_policy(policy), {&share, 1}, rates); };
+  REQUIRE(nearest("psa | int4").stages[at(Stage::choose)]->fixed_us == 77.0);
+  REQUIRE(nearest("psa").stages == rates.stages);
 }

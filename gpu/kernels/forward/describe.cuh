@@ -59,12 +59,17 @@ __device__ inline void describe(const ForwardMemory& m, const ForwardScratch& sc
   for (std::uint32_t h = 0; h < group && m.bucket.unbounded; ++h) {
     scratch.top_p_rows[first + h] = {.values = task.out + std::uint64_t{h} * values,
                                      .mask = m.masks + std::uint64_t{first + h} * m.mask_words(),
-                                     .count = ranks && row.mass > 0.f ? values : 0,
+                                     .count = ranks && row.mass > 0.f && row.microbatch == 0 ? values : 0,
                                      .begin = candidates.begin,
                                      .end = candidates.end,
                                      .most = row.most,
                                      .p = row.mass,
                                      .softcap = m.shape.softcap};
+  }
+  if (scratch.page_choices != nullptr && m.takes_pages(m.bucket)) {
+    ChoosePagesTask choice = pages_task(m, row, list, plane);
+    choice.scratch = scratch.page_room + list * ChoosePagesTask::scratch_words(group, m.max_pages);
+    scratch.page_choices[list] = choice;
   }
   if (scratch.cluster_tasks != nullptr && m.bucket.unbounded) {
     ChooseClustersTask choice = clusters_task(m, row, list, plane);

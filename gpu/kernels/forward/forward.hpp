@@ -39,6 +39,8 @@ struct ForwardScratch {
   TopKRow* page_rows = nullptr;          ///< [decode_rows, q_heads] likewise
   TopKRow* top_k_rows = nullptr;         ///< likewise: tokens of their pages
   TopPRow* top_p_rows = nullptr;         ///< likewise, if the largest bucket is unbounded
+  ChoosePagesTask* page_choices = nullptr;  ///< [decode_rows, kv_heads] if rows of the largest bucket may take pages
+  std::uint32_t* page_room = nullptr;       ///< [decode_rows, kv_heads] scratch memory of these
   // If sequences may have clusters:
   ChooseClustersTask* cluster_tasks = nullptr;  ///< [decode_rows, kv_heads]
   std::byte* cluster_room = nullptr;            ///< [decode_rows, kv_heads] of as many words for each query head

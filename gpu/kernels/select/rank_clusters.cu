@@ -11,6 +11,7 @@
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/select/choose_clusters.cuh"
+#include "gpu/kernels/select/sorted_run.cuh"
 #include "gpu/kernels/select/top_k.cuh"
 #include "gpu/tuning.hpp"
 
@@ -154,21 +155,6 @@ __global__ void __launch_bounds__(kRankThreads)
   rank<kMany>(task, memory, storage.many, storage.scan);
 }
 
-/// How many of a run's keys, in [begin, end), come before `key`; with `equal` ones also those that are equal.
-[[nodiscard]] __device__ std::uint32_t before(const std::uint32_t* keys, std::uint32_t begin, std::uint32_t end,
-                                              std::uint32_t key, bool equal) {
-  std::uint32_t low = begin;
-  while (low < end) {
-    const std::uint32_t middle = (low + end) / 2;
-    if (keys[middle] < key || (equal && keys[middle] == key)) {
-      low = middle + 1;
-    } else {
-      end = middle;
-    }
-  }
-  return low - begin;
-}
-
 /// blockIdx.x is the query head, blockIdx.y the task. Neighbours look for keys that are much alike, so that what a warp
 /// reads of another run lies together.
 __global__ void __launch_bounds__(kRankThreads)
@@ -180,13 +166,7 @@ __global__ void __launch_bounds__(kRankThreads)
   const HeadMemory memory = memory_of(task, blockIdx.x);
   const Runs runs(memory);
   for (std::uint32_t i = threadIdx.x; i < task.clusters; i += kRankThreads) {
-    const std::uint32_t key = runs.keys[i];
-    const std::uint32_t own = i / kRun;
-    std::uint32_t place = i % kRun;
-    for (std::uint32_t run = 0; run * kRun < task.clusters; ++run) {
-      if (run != own) place += before(runs.keys, run * kRun, min((run + 1) * kRun, task.clusters), key, run < own);
-    }
-    memory.order[place] = runs.clusters[i];
+    memory.order[sorted_run::place_of<kRun>(runs.keys, task.clusters, i)] = runs.clusters[i];
   }
   __syncthreads();
   std::uint32_t begins = 0;

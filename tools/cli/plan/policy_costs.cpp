@@ -130,7 +130,11 @@ bool alike(const PolicySpec& a, const PolicySpec& b) noexcept {
 const PolicyCosts* like(const PolicySpec& policy, std::span<const PolicyCosts> costs) {
   const auto found =
       std::ranges::find_if(costs, [&](const PolicyCosts& each) { return alike(policy, parse_policy(each.policy)); });
-  return found == costs.end() ? nullptr : &*found;
+  if (found != costs.end()) return &*found;
+  // Of those that are measured it comes nearest: all copies are read, and a share of what they say is chosen.
+  constexpr const char* kNearest = "exact | int4 | top_p=0.95";
+  const bool takes_pages = policy.budget.kind == BudgetKind::progressive && policy.estimate == Estimate::int4;
+  return takes_pages ? like(parse_policy(kNearest), costs) : nullptr;
 }
 
 LaneRates rates_for(const PolicySpec& policy, std::span<const PolicyCosts> costs, const LaneRates& rates) {
