@@ -9,7 +9,7 @@ import sys
 
 from sluice import _structs as structs
 from sluice._library import library
-from sluice.errors import Error
+from sluice.errors import Error, NotFound, Unsupported
 from sluice.evaluation.command import add_command as add_eval
 from sluice.serving.command import add_commands
 
@@ -52,11 +52,11 @@ def main() -> int:
         return 130
     except (Error, OSError) as error:
         print(f"sluice: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", 1)
+        return NotFound.exit_code if isinstance(error, FileNotFoundError) else getattr(error, "exit_code", 1)
     except ModuleNotFoundError as error:
         print(f"sluice: {error}; pip install './python[serve]', in Sluice's sources, has what this command needs",
               file=sys.stderr)
-        return 1
+        return Unsupported.exit_code
 
 
 if __name__ == "__main__":

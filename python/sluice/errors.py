@@ -10,11 +10,15 @@ class Error(Exception):
 
     status: ClassVar[int] = -1
 
+    exit_code: ClassVar[int] = 1
+    """Of a command that ends with it: as `sluice` has it, 2 for wrong usage or input, 3 for what is unsupported here."""
+
 
 class InvalidArgument(Error, ValueError):
     """An argument, option, tensor or call order breaks its documented range."""
 
     status = 1
+    exit_code = 2
 
 
 class OutOfCapacity(Error):
@@ -27,18 +31,21 @@ class Unsupported(Error):
     """Valid, but this build or device has no kernel for it."""
 
     status = 3
+    exit_code = 3
 
 
 class NotFound(Error, LookupError):
     """No such sequence."""
 
     status = 4
+    exit_code = 2
 
 
 class Corrupt(Error):
     """A file contradicts itself."""
 
     status = 5
+    exit_code = 2
 
 
 class ReadWriteError(Error):

@@ -22,4 +22,4 @@ def test_doctor_without_torch() -> None:
 def test_commands_name_what_they_need() -> None:
     for arguments in (("run", "--prompt", "a"), ("chat",), ("serve", "--port", "0")):
         done = command(*arguments, "--model", "x", blocked=("torch", "transformers", "fastapi", "uvicorn"))
-        assert done.returncode == 1 and "pip install './python[serve]'" in done.stderr and not done.stdout
+        assert done.returncode == 3 and "pip install './python[serve]'" in done.stderr and not done.stdout

@@ -134,6 +134,7 @@ runtime::Rest Engine::Impl::await_idle() {
 runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
   runtime::Program program = programs.take(forward);
   keep_trace(program, done);
+  if (!done) learn_in_vain(program);
   if (!done) choice.forget(forward);
   for (std::size_t i = 0; i < program.items.size(); ++i) {
     const PlanItem& item = program.items[i];
@@ -169,7 +170,18 @@ runtime::Program Engine::Impl::retire(std::uint64_t forward, bool done) {
   return program;
 }
 
+/// Threads learn from a forward when the device says that it is done, and what is learnt pushes out what a policy could
+/// go back to before. So one that was done counts as tokens that were decoded and taken back, whether a thread has had
+/// time or not.
+void Engine::Impl::learn_in_vain(const runtime::Program& program) noexcept {
+  if (program.ended != ForwardStatus::done) return;
+  for (const PlanItem& item : program.items) {
+    if (const auto& policy = at(item.sequence).policy; policy && !item.prefill) policy->learn_all(program.forward);
+  }
+}
+
 void Engine::Impl::take_back(std::uint64_t forward) {
+  note_ended();  // Before it is written over that the newest was done.
   const runtime::Program& newest = programs.newest();
   const std::uint64_t last = newest.forward;
   // Those before it that are in flight run first, and the newest of them is what comes next builds on.

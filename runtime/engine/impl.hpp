@@ -245,6 +245,8 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] runtime::Rest await_idle();
   /// Its sequences have what it planned for them, if it got to its end, or never will: then while no thread learns.
   runtime::Program retire(std::uint64_t forward, bool done);
+  /// Its policies learn from it, if it was done, before they take it back. While no thread learns.
+  void learn_in_vain(const runtime::Program& program) noexcept;
   /// Takes back this forward and all behind it.
   void take_back(std::uint64_t forward);
 

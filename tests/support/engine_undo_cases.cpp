@@ -275,3 +275,53 @@ TEST_CASE("forks count in full against what policies may keep", "[engine][undo]"
   REQUIRE(engine.can_admit(teller.at, policy));
   engine.end(engine.fork(teller.id, teller.at));
 }
+
+TEST_CASE("a forward that ran and is cancelled is as if its token had been decoded and taken back", "[engine][undo]") {
+  // All that is seen is observed: what is kept to be taken back is that of the newest 23 tokens or so.
+  const PolicySpec policy = parse_policy("history:share_group=on | top_k=1000 | near=0,sinks=4,recent=16");
+  const EngineRig rig = engine_rig();
+  const Story story(kShape, kPrompt + 60, 311), other(kShape, kPrompt + 70, 312), longest(kShape, 1100, 313);
+  EngineOptions options = options_of(rig);
+  options.threads = 1;
+  Engine engine(options, rig.device);
+  // The one thread learns from this one first, which takes a while: as a rule it has no time for the other.
+  Teller first{.story = &longest, .id = engine.begin(policy)};
+  Teller prompt{.story = &story, .id = engine.begin(policy)};
+  prefill(engine, rig, first, 700);
+  prefill(engine, rig, prompt, kPrompt);
+  Bucket bucket = engine.options().largest;
+  bucket.prefill_rows = bucket.prefills = 0;
+  ForwardTensors tensors(*rig.device, kShape, bucket.rows());
+  const auto gone = [&](const Teller& of) { return engine.memory(of.id).policy == 0; };
+  bool all = true, none = true;
+  for (std::uint32_t back = 20; back < 26; ++back) {
+    Teller calm{.story = &story, .id = engine.fork(prompt.id, kPrompt), .at = kPrompt};
+    Teller teller{.story = &story, .id = engine.fork(prompt.id, kPrompt), .at = kPrompt};
+    while (calm.at + 1 < story.tokens()) {
+      const std::vector<float> want = decode(engine, rig, calm);
+      CAPTURE(back, calm.at);
+      const auto got = run(engine, rig, {&first, &teller}, {1, 1}, false);
+      REQUIRE(difference(got[1], want) < tolerance(rig));
+    }
+    tensors.set(0, longest, first.at);
+    tensors.set(1, other, teller.at);
+    const std::array items{PlanItem{.sequence = first.id}, PlanItem{.sequence = teller.id}};
+    const Batch batch = engine.plan(items, bucket, rig.stream);
+    tensors.attend(engine, bucket, rig.stream);
+    rig.synchronize();
+    engine.cancel(batch);
+    stray(engine, rig, calm, other, 1);
+    take_back(engine, calm, calm.at - 1);
+    CAPTURE(back);
+    REQUIRE(gone(teller) == gone(calm));
+    take_back(engine, calm, calm.at - back);
+    take_back(engine, teller, teller.at - back);
+    REQUIRE(gone(teller) == gone(calm));
+    all &= gone(calm);
+    none &= !gone(calm);
+    engine.end(calm.id);
+    engine.end(teller.id);
+  }
+  REQUIRE_FALSE(all);
+  REQUIRE_FALSE(none);
+}

@@ -255,6 +255,9 @@ TEST_CASE("plan: a few far rows of a list ask no thread, more of them, or those 
   CHECK(cpu_us("--policies sluice --length 32K") == 0.0);
   CHECK(cpu_us("--policies sluice --length 32K --near-hits 70%") > 0.0);
   CHECK(cpu_us("--policies sluice --length 32K --rows 8") > 0.0);
+  // Two rows of the largest clusters fill the device: near rows are attended by a kernel of their own.
+  CHECK(cpu_us("--policies sluice --length 32K --rows 2") > 0.0);
+  CHECK(cpu_us("--policies sluice --length 8K --rows 2") == 0.0);
   CHECK(cpu_us("--policies sluice --length 32K --fetch-share 50%") > 0.0);
   // What attends everything somewhere, and longer sequences, attend near rows in other kernels.
   CHECK(cpu_us("--policies 'sluice | dense=2' --length 32K") > 0.0);

@@ -250,6 +250,22 @@ TEST_CASE("a session that cannot be kept is refused before the prompt is read", 
   CHECK(contains(outcome.err, "existing directory"));
 }
 
+TEST_CASE("a prompt that cannot be kept after all is answered, and the exit code tells", "[cli]") {
+  const TemporaryDirectory scratch;
+  const std::string out = scratch.file("out"), file = scratch.file("session");
+  const std::string asked = kRun + kPrompt + "--max-tokens 5 --policy full ";
+  // Nothing that is not empty can be written, but to a pipe.
+  (void)sluice::test::shell("{ (ulimit -f 0; '" + sluice::test::cli_path() + "' " + asked + "-o json --session '" +
+                            file + "' 2>&1; echo \"code $?\"); } | cat >'" + out + "'");
+  const std::string printed = sluice::test::read_file(out);
+  CAPTURE(printed);
+  REQUIRE(printed.ends_with("code 1\n"));
+  CHECK(contains(printed, "error: --session " + file + " was not written: "));
+  const std::string report = printed.substr(printed.find("\n{") + 1);
+  CHECK(json::parse(report.substr(0, report.rfind("code 1"))).at("tokens") == json_of(asked).at("tokens"));
+  CHECK(scratch.entries() == 1);
+}
+
 TEST_CASE("run says up to how many tokens all are attended, whatever the policy", "[cli]") {
   CHECK(row_of(json_of(kRun + kPrompt + "--max-tokens 2")).at("dense_tokens") > 0);
   CHECK_FALSE(row_of(json_of(kRun + kPrompt + "--max-tokens 2 --dense-tokens 0")).contains("dense_tokens"));

@@ -10,6 +10,7 @@
 #include "cpu/float16.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/forwarding.hpp"
 #include "tools/cli/bench/serve_buckets.hpp"
 
 using namespace sluice;
@@ -31,6 +32,30 @@ class Again final : public CapturedWork {
   std::function<void()> enqueue_;
 };
 
+/// Verbs that cannot be enqueued while they are told so.
+class BreakingVerbs final : public test::ForwardingVerbs {
+ public:
+  using ForwardingVerbs::ForwardingVerbs;
+  void append(const ForwardMemory& memory, const ForwardLayer& layer) override {
+    if (broken) throw Error(Errc::device, "the test lets no layer be enqueued");
+    inner_.append(memory, layer);
+  }
+  bool broken = false;
+};
+
+class BreakingDevice final : public test::ForwardingDevice {
+ public:
+  explicit BreakingDevice(std::shared_ptr<Device> inner)
+      : ForwardingDevice(std::move(inner)), verbs(*inner_->forward_verbs()) {}
+  [[nodiscard]] ForwardVerbs* forward_verbs() noexcept override { return &verbs; }
+  BreakingVerbs verbs;
+};
+
+std::shared_ptr<BreakingDevice> make_device() {
+  return std::make_shared<BreakingDevice>(std::make_shared<cpu::HostDevice>(
+      std::make_shared<const cpu::Workers>(cpu::Topology(), cpu::WorkersOptions{.threads = 2})));
+}
+
 EngineOptions options_of(const std::string& policy) {
   EngineOptions options;
   options.shape = {.layers = 2, .q_heads = 4, .kv_heads = 2, .head_dim = 64};
@@ -50,16 +75,19 @@ EngineOptions options_of(const std::string& policy) {
 /// Three sequences, each a few tokens longer than the page that it begins in, which come and go.
 class Server {
  public:
-  Server(const std::string& policy, Capturer capturer)
+  Server(const std::string& policy, Capturer capturer, std::shared_ptr<Device> device = make_device(),
+         Graphs graphs = Graphs::automatic)
       : spec_(parse_policy(policy)),
-        device_(std::make_shared<cpu::HostDevice>(
-            std::make_shared<const cpu::Workers>(cpu::Topology(), cpu::WorkersOptions{.threads = 2}))),
+        device_(std::move(device)),
         stream_(device_->create_stream("test")),
         rows_(*device_, options_of(policy).shape, PromptStructure::vertical_slash, 9, kLongest, kBatch + kChunk),
         engine_(options_of(policy), device_),
-        forwards_(
-            engine_,
-            {.device = device_, .stream = *stream_, .rows = rows_, .model = nullptr, .capturer = std::move(capturer)}) {
+        forwards_(engine_, {.device = device_,
+                            .stream = *stream_,
+                            .rows = rows_,
+                            .model = nullptr,
+                            .graphs = graphs,
+                            .capturer = std::move(capturer)}) {
     forwards_.prepare(spec_);
   }
 
@@ -192,6 +220,41 @@ TEST_CASE("a size of which no graph can be made is enqueued", "[serve]") {
   });
   CHECK(asked == 4);
   CHECK(server.forwards().replays() == 1);
+  CHECK(server.forwards().refusal() == "no graph could be made for rows=2, tokens=256: no more graphs");
   for (const float value : server.serve()) REQUIRE(std::isfinite(value));
   CHECK(server.forwards().replays() == 5);  // The first four have one row.
+}
+
+TEST_CASE("a forward that cannot be enqueued while it is captured says why, and what to do", "[serve]") {
+  const std::shared_ptr<BreakingDevice> device = make_device();
+  const Capturer capturer = [&](void*, const std::function<void()>& enqueue) -> std::unique_ptr<CapturedWork> {
+    device->verbs.broken = true;
+    enqueue();
+    return std::make_unique<Again>(enqueue);
+  };
+  try {
+    const Server server("full", capturer, device);
+    FAIL("nothing was thrown");
+  } catch (const Error& error) {
+    CHECK(error.code() == Errc::device);
+    CHECK(std::string(error.what()) ==
+          "no graph could be made for rows=1, tokens=256: the test lets no layer be enqueued; "
+          "--graphs off enqueues it launch by launch");
+  }
+}
+
+TEST_CASE("where graphs are asked for, a size of which none can be made is an error", "[serve]") {
+  const Capturer capturer = [](void*, const std::function<void()>&) -> std::unique_ptr<CapturedWork> {
+    throw Error(Errc::device, "no graphs");
+  };
+  CHECK_NOTHROW(Server("full", capturer));
+  try {
+    const Server server("full", capturer, make_device(), Graphs::on);
+    FAIL("nothing was thrown");
+  } catch (const Error& error) {
+    CHECK(error.code() == Errc::device);
+    CHECK(std::string(error.what()) ==
+          "no graph could be made for rows=1, tokens=256: no graphs; --graphs off enqueues it launch by "
+          "launch");
+  }
 }

@@ -12,6 +12,7 @@
 #include "gpu/kernels/select/score_cut.hpp"
 #include "gpu/kernels/select/top_k.hpp"
 #include "gpu/kernels/select/top_p.hpp"
+#include "gpu/split_rule.hpp"
 #include "sluice/forward_verbs.hpp"
 #include "sluice/select_verbs.hpp"
 
@@ -86,10 +87,6 @@ struct PrefillStage {
   std::uint32_t* blocks = nullptr;  ///< [prefills, kv_heads, block_words] what is chosen
   std::uint64_t block_words = 0;
 };
-
-/// Far rows that a thread block has room for that attends them itself, see ForwardScratch::link_rows; and of a list.
-inline constexpr std::uint32_t kMostLinkRows = 32;
-inline constexpr std::uint32_t kMostListLinkRows = 64;
 
 /// What is foreseen in a layer of a forward; nothing where pages are ranked first. (One H100, score and split together:
 /// 13 us of 58 saved at 32K tokens, 13 of 103 at 128K, 19 of 92 where attention has no pattern.)

@@ -5,6 +5,7 @@
 #include "gpu/kernels/block_cluster.cuh"
 #include "gpu/kernels/select/foresight.hpp"
 #include "gpu/kernels/select/top_k.cuh"
+#include "gpu/split_rule.hpp"
 
 /// What the thread blocks of a cluster that look after one row and KV head have in common.
 namespace sluice::gpu::forward {
@@ -13,7 +14,7 @@ inline constexpr std::uint32_t kWarp = 32;
 inline constexpr std::uint32_t kAll = 0xffff'ffffu;
 inline constexpr std::uint32_t kThreads = 512;
 inline constexpr std::uint32_t kWarps = kThreads / kWarp;
-inline constexpr std::uint32_t kMostBlocks = 8;  ///< of a cluster
+inline constexpr std::uint32_t kMostBlocks = kMostSplitBlocks;  ///< of a cluster
 inline constexpr std::uint32_t kHeads = 4;       ///< that are chosen for at once
 inline constexpr std::uint32_t kQuarter = kThreads / kHeads;
 inline constexpr std::uint32_t kInFlight = 8;  ///< loads of a thread for each head

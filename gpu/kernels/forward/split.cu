@@ -134,8 +134,7 @@ std::uint64_t marks_bytes(std::uint32_t tokens, std::uint32_t blocks) {
 std::uint32_t blocks_of(const ForwardMemory& memory, const ForwardScratch& scratch) {
   const ForwardSplitLimits& limits = scratch.split;
   const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
-  const std::uint32_t wanted = std::min(2 * scratch.multiprocessors / lists, memory.bucket.max_tokens / 2048);
-  std::uint32_t blocks = std::bit_floor(std::clamp(wanted, 1u, limits.blocks));
+  std::uint32_t blocks = split_blocks_wanted(lists, memory.bucket.max_tokens, scratch.multiprocessors, limits.blocks);
   while (blocks < limits.blocks &&
          room_bytes(kLeastRoom) + marks_bytes(memory.bucket.max_tokens, blocks) > limits.most_shared)
     blocks *= 2;
@@ -151,9 +150,6 @@ SplitLaunch launch_of(const ForwardMemory& memory, std::uint32_t blocks, std::ui
           .room = room};
 }
 
-/// Longer sequences attend so many near rows that more multiprocessors than split has blocks for are worth a launch.
-constexpr std::uint32_t kMostTokensAttended = 1u << 18;
-
 /// Blocks of a cluster that attends what it finds near, one on a multiprocessor; 0: `attend` does that.
 std::uint32_t attending_blocks(const ForwardMemory& memory, const ForwardScratch& scratch) {
   const ForwardSplitLimits& limits = scratch.split;
@@ -164,11 +160,9 @@ std::uint32_t attending_blocks(const ForwardMemory& memory, const ForwardScratch
   // Of choices by score alone: pages may leave layers that attend everything, which more blocks do faster.
   if (!memory.bucket.top_k || memory.bucket.pages || memory.bucket.unbounded || memory.proposes()) return 0;
   const std::uint32_t lists = memory.bucket.decode_rows * memory.shape.kv_heads;
-  if (lists > scratch.multiprocessors || memory.bucket.max_tokens > kMostTokensAttended) return 0;
-  const std::uint32_t blocks = std::min(blocks_of(memory, scratch), std::bit_floor(scratch.multiprocessors / lists));
-  // The largest clusters are fast where many multiprocessors are free. (One H100, us a layer at 32K tokens, apart and
-  // so: one row 58 and 55, two 94 and 97, four 148 and 149, eight 233 and 220.)
-  if (blocks == kMostBlocks && 2 * lists * blocks > scratch.multiprocessors) return 0;
+  const std::uint32_t blocks =
+      split_blocks_attending(blocks_of(memory, scratch), lists, memory.bucket.max_tokens, scratch.multiprocessors);
+  if (blocks == 0) return 0;
   const std::uint64_t least = room_bytes(kLeastRoomAttended) + marks_bytes(memory.bucket.max_tokens, blocks);
   return least <= limits.attend_shared ? blocks : 0;
 }
@@ -181,7 +175,7 @@ bool attends_in_split(const ForwardMemory& memory, const ForwardScratch& scratch
 
 std::uint32_t link_rows_of(const ForwardMemory& memory, const ForwardScratch& scratch) {
   if (!attends_in_split(memory, scratch)) return 0;
-  return std::min(kMostListLinkRows, scratch.link_rows / (memory.bucket.decode_rows * memory.shape.kv_heads));
+  return list_link_rows(scratch.link_rows, memory.bucket.decode_rows * memory.shape.kv_heads);
 }
 
 std::uint32_t split_blocks(const ForwardMemory& memory, const ForwardScratch& scratch) {

@@ -66,10 +66,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     with report.target(arguments.json) as target:
         results = run(arguments, policies, options)
-        target.write(results)
-        if arguments.json != "-":
+        written = target.write(results)
+        if written and arguments.json != "-":
             print("\n".join(tables(results)), end="")
-    return int(any(results.get(part, {}).get("failed") for part in ("text", "tasks")))
+    return int(not written or any(results.get(part, {}).get("failed") for part in ("text", "tasks")))
 
 
 def tables(results: dict[str, Any]) -> list[str]:

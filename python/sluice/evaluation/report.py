@@ -83,14 +83,22 @@ class Target:
         self._path = path
         self._made: Path | None = None
 
-    def write(self, results: dict[str, Any]) -> None:
+    def write(self, results: dict[str, Any]) -> bool:
+        """What the file does not take, as on a full disk, goes to standard output, and standard error says so: False."""
         text = json.dumps(finite(results), allow_nan=False) + "\n"
         if self._path == "-":
             sys.stdout.write(text)
         elif self._made is not None:
-            self._made.write_text(text, "utf-8")
-            self._made.replace(self._path)
+            try:
+                self._made.write_text(text, "utf-8")
+                self._made.replace(self._path)
+            except OSError as error:
+                print(f"sluice: --json {self._path} was not written: {error}; standard output has it",
+                      file=sys.stderr, flush=True)
+                sys.stdout.write(text)
+                return False
             self._made = None
+        return True
 
 
 @contextlib.contextmanager

@@ -76,6 +76,8 @@ class Session:
         prefill = model.engine.options.prefill_mode
         self._signature = f"transformers {signature(name)} {model.weights}; policy {model.policy}; prefill {prefill}"
         self._keeps = 0  # Tokens of the file that the prompt has not; they must not be lost.
+        self.failed = False
+        """It could not be written. Who answers does so all the same."""
 
     def resume(self, ids: Sequence[int] | None) -> None:
         """Makes what the file has known, if there is one. Prompts that begin like it begin with that.
@@ -115,17 +117,20 @@ class Session:
         try:
             self._model.engine.park(sequence, self.file, self._signature)
         except Error as error:
-            print(f"sluice: --session {self.file} was not written: {error}", file=sys.stderr, flush=True)
+            self.was_not_written(error)
+
+    def was_not_written(self, error: Exception) -> None:
+        self.failed = True
+        print(f"sluice: --session {self.file} was not written: {error}", file=sys.stderr, flush=True)
 
     def park_known(self, ids: Sequence[int]) -> None:
-        """Writes as much as is known of a prompt of these ids."""
-        with contextlib.suppress(Error):  # Such as a loop that has failed.
-            sequence = self._model.begin(ids)
-            try:
-                if self._model.engine.tokens(sequence):
-                    self.park(sequence)
-            finally:
-                self._model.end(sequence)
+        """Writes as much as is known of a prompt of these ids. @throws Error  such as of a loop that has failed"""
+        sequence = self._model.begin(ids)
+        try:
+            if self._model.engine.tokens(sequence):
+                self.park(sequence)
+        finally:
+            self._model.end(sequence)
 
     def _refusal(self, error: Error) -> Error:
         return type(error)(f"--session {self.file} is not of this prompt and model: {error}; give another file, or "
@@ -168,6 +173,8 @@ class Conversation:
         """Messages at the beginning that are never left out."""
 
         self._unsaved = False
+        self.failed = False
+        """Newest messages could not be written."""
 
     def add(self, role: str, content: str) -> None:
         for each in (self.messages, self._all):
@@ -192,9 +199,10 @@ class Conversation:
             return
         try:
             self._write(self._all[:-1] if self._all[-1]["role"] == "user" else self._all)
+            self.failed = self._unsaved = False
         except OSError as error:
+            self.failed = True
             print(f"sluice: {self._file} was not written: {error}", file=sys.stderr, flush=True)
-        self._unsaved = False
 
     def _write(self, messages: list[dict[str, str]]) -> None:
         handle, aside = tempfile.mkstemp(dir=self._file.parent, prefix=self._file.name)  # That nobody else may read.

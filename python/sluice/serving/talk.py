@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
         for piece in teller.answer(ids):
             print(piece, end="", flush=True)
         print()
-    return 0
+        return int(bool(teller.session and teller.session.failed))
 
 
 def chat(arguments: argparse.Namespace) -> int:
@@ -167,9 +167,10 @@ def chat(arguments: argparse.Namespace) -> int:
             if teller.session:
                 teller.session.resume(None)
             try:
-                return converse(teller, said)
+                converse(teller, said)
             finally:
                 keep(teller, said)
+            return int(said.failed or bool(teller.session and teller.session.failed))
 
 
 def keep(teller: Teller, said: Conversation) -> None:
@@ -182,7 +183,7 @@ def keep(teller: Teller, said: Conversation) -> None:
         try:
             teller.session.park_known(ids_of(teller, said.messages, False))
         except Exception as error:
-            print(f"sluice: --session {teller.session.file} was not written: {error}", file=sys.stderr, flush=True)
+            teller.session.was_not_written(error)
 
 
 def check_session(arguments: argparse.Namespace) -> None:
@@ -197,13 +198,14 @@ def check_session(arguments: argparse.Namespace) -> None:
         raise InvalidArgument(f"--session: there is no folder {arguments.session.parent}")
 
 
-def converse(teller: Teller, said: Conversation) -> int:
+def converse(teller: Teller, said: Conversation) -> None:
+    """Until there are no more lines."""
     asks = "> " if sys.stdin.isatty() else ""
     while True:
         try:
             line = input(asks)
         except EOFError:
-            return 0
+            return
         if not line.strip():
             continue
         said.add("user", line)

@@ -60,7 +60,7 @@ def test_tasks(evaluate: Callable, folder: Path, tmp_path: Path) -> None:
     assert told["items"][2]["outputs"]["full"]["text"].strip().startswith(lines[2]["answer"].strip())
     assert "| ids  |    150 | dense " in done.out and "[0.09, 0.91]" in done.out
     chat = evaluate(folder, "--tasks", path, "--chat")
-    assert chat.status == 1 and "line 1: --chat is for prompts that are text" in chat.err
+    assert chat.status == 2 and "line 1: --chat is for prompts that are text" in chat.err
 
 
 def test_chat_and_contains(evaluate: Callable, folder: Path, tmp_path: Path) -> None:
@@ -98,22 +98,22 @@ def test_a_model_without_a_tokenizer(evaluate: Callable, text: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(("arguments", "status", "why"), [
-    ((), 1, "give --text FILE, --tasks FILE or both"),
-    (("--text", "{text}", "--tokens", "5000"), 1, "--windows"),
-    (("--text", "{text}", "--tokens", "700", "--windows", "1"), 1, "takes 699 tokens of context, and the model has"),
-    (("--text", "{text}", "--tokens", "80", "--score", "80"), 1, "a token more than are scored"),
-    (("--text", "{text}", *SMALL, "--policies", "full;nonesuch"), 1, "nonesuch"),
-    (("--text", "{text}", *SMALL, "--policies", ";"), 1, "--policies: the list is empty"),
-    (("--text", "{text}", *SMALL, "--host-bytes", "8K"), 1, "host_bytes"),
-    (("--text", "{text}", *SMALL, "--option", "nonesuch=1"), 1, "there is no option nonesuch"),
-    (("--text", "{missing}"), 1, "No such file"),
-    (("--text", "{latin}", *SMALL), 1, "is no text of UTF-8"),
-    (("--text", "{text}", *SMALL, "--json", "{missing}/out.json"), 1, "out.json cannot be written: No such file"),
-    (("--text", "{text}", *SMALL, "--json", "{folder}"), 1, "is a folder; name a file"),
+    ((), 2, "give --text FILE, --tasks FILE or both"),
+    (("--text", "{text}", "--tokens", "5000"), 2, "--windows"),
+    (("--text", "{text}", "--tokens", "700", "--windows", "1"), 2, "takes 699 tokens of context, and the model has"),
+    (("--text", "{text}", "--tokens", "80", "--score", "80"), 2, "a token more than are scored"),
+    (("--text", "{text}", *SMALL, "--policies", "full;nonesuch"), 2, "nonesuch"),
+    (("--text", "{text}", *SMALL, "--policies", ";"), 2, "--policies: the list is empty"),
+    (("--text", "{text}", *SMALL, "--host-bytes", "8K"), 2, "host_bytes"),
+    (("--text", "{text}", *SMALL, "--option", "nonesuch=1"), 2, "there is no option nonesuch"),
+    (("--text", "{missing}"), 2, "No such file"),
+    (("--text", "{latin}", *SMALL), 2, "is no text of UTF-8"),
+    (("--text", "{text}", *SMALL, "--json", "{missing}/out.json"), 2, "out.json cannot be written: No such file"),
+    (("--text", "{text}", *SMALL, "--json", "{folder}"), 2, "is a folder; name a file"),
     (("--text", "{text}", *SMALL, "--model", "{missing}"), 2, "there is no folder"),
     (("--text", "{text}", "--windows", "0"), 2, "must be a whole number at least 1"),
-    (("--tasks", "{strange}"), 1, "line 1: prompt and answer has token 5000, and those of the model are below 300"),
-    (("--tasks", "{long}"), 1, "line 1: prompt and answer takes 600 tokens of context"),
+    (("--tasks", "{strange}"), 2, "line 1: prompt and answer has token 5000, and those of the model are below 300"),
+    (("--tasks", "{long}"), 2, "line 1: prompt and answer takes 600 tokens of context"),
 ])
 def test_errors(evaluate: Callable, folder: Path, text: Path, tmp_path: Path, arguments: tuple[str, ...], status: int,
                 why: str) -> None:
@@ -145,6 +145,18 @@ def test_results_are_whole_or_not_there(evaluate: Callable, folder: Path, text: 
     plain = tmp_path / "plain"
     plain.write_text("")
     assert path.stat().st_mode == plain.stat().st_mode  # Who may read it is as for any other file.
+
+
+def test_a_result_that_its_file_does_not_take(evaluate: Callable, folder: Path, text: Path, tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes to standard output."""
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    done = evaluate(folder, "--text", text, *SMALL, "--json", tmp_path / "out.json")
+    assert done.status == 1 and "out.json was not written: [Errno 28] No space left on device" in done.err
+    assert json.loads(done.out)["command"] == "eval" and list(tmp_path.iterdir()) == [text]
 
 
 @pytest.mark.parametrize("error", [OutOfCapacity("no room"), RuntimeError("out of memory")])
@@ -179,7 +191,7 @@ def test_under_torchrun(evaluate: Callable, folder: Path, text: Path, monkeypatc
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     done = evaluate(folder, "--text", text, *SMALL)
-    assert done.status == 1 and "start it without torchrun" in done.err
+    assert done.status == 3 and "start it without torchrun" in done.err
 
 
 def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+import sluice
 from sluice.__main__ import main
 from sluice.errors import Error, InvalidArgument
 from sluice.serving import model as serving_model
@@ -128,9 +129,24 @@ def test_an_answer_that_is_interrupted(folder: Path) -> None:
     assert told.endswith(b"\n") and len(told) < 4000
 
 
-def test_a_file_that_is_not_there(here: Callable[..., Done]) -> None:
-    done = here("run", "--file", "/nonexistent")
-    assert done.returncode == 1 and "/nonexistent" in done.stderr
+def test_a_file_that_is_not_there(here: Callable[..., Done], tmp_path: Path) -> None:
+    """Exit codes are those of `sluice`: 2 for wrong input, 1 for what the system refuses, 3 for what is not here."""
+    done = here("run", "--file", str(tmp_path / "none"))
+    assert done.returncode == 2 and str(tmp_path / "none") in done.stderr
+    done = here("run", "--file", str(tmp_path))
+    assert done.returncode == 1 and str(tmp_path) in done.stderr
+    assert here("run", "--prompt", "a", "--policy", "nonesuch").returncode == 2
+
+
+def test_exit_codes_by_error(here: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, code in ((sluice.Unsupported("no GPU"), 3), (sluice.Corrupt("cut"), 2), (sluice.NotFound("none"), 2),
+                        (sluice.DeviceError("lost"), 1), (sluice.Timeout("late"), 1), (KeyboardInterrupt(), 130)):
+        def fails(*_: object, error: BaseException = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr("sluice.serving.talk.Teller", fails)
+            assert here("run", "--prompt", "a").returncode == code
 
 
 def test_a_chat_that_outgrows_the_context(here: Callable[..., Done]) -> None:

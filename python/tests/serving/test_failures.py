@@ -77,15 +77,15 @@ def test_a_server_ends_when_it_is_told(start: Callable[..., Server]) -> None:
 
 @pytest.mark.parametrize(("arguments", "status", "words"), [
     (["--model", "/nonexistent/model"], 2, "there is no folder /nonexistent/model"),
-    (["--policy", "bogus"], 1, 'policy "bogus"'),
-    (["--option", "page_tokens=abc"], 1, "--option page_tokens is 'abc'; it must be a whole number"),
-    (["--option", "near_bytes=4096"], 1, "--option near_bytes: --near-bytes sets it"),
+    (["--policy", "bogus"], 2, 'policy "bogus"'),
+    (["--option", "page_tokens=abc"], 2, "--option page_tokens is 'abc'; it must be a whole number"),
+    (["--option", "near_bytes=4096"], 2, "--option near_bytes: --near-bytes sets it"),
     (["--near-bytes", "much"], 2, '"much" is no size'),
-    (["--option", "windows=[16]"], 1, "--option windows: the model sets it"),
-    (["--option", "sequences=4"], 1, "--option sequences: --sequences sets it"),
+    (["--option", "windows=[16]"], 2, "--option windows: the model sets it"),
+    (["--option", "sequences=4"], 2, "--option sequences: --sequences sets it"),
     (["--port", "99999"], 2, '"99999" must be a whole number in [0, 65535]'),
     (["--context", "0"], 2, "--context"),
-    (["--api-key", ""], 1, "--api-key is empty"),
+    (["--api-key", ""], 2, "--api-key is empty"),
 ])
 def test_what_is_refused_before_anything_is_loaded(folder: Path, capsys: pytest.CaptureFixture[str],
                                                    monkeypatch: pytest.MonkeyPatch, arguments: list[str], status: int,

@@ -16,7 +16,8 @@ import pytest
 import sluice
 import torch
 from sluice.serving.loop import Loop
-from sluice.serving.sessions import locked
+from sluice.serving.model import PackedModel
+from sluice.serving.sessions import Conversation, Session, locked
 from small import bare_model, tokenizer
 from test_command import ARGUMENTS, Done, answer_to, command, here  # noqa: F401: a fixture
 from waiting import DEADLINE_S
@@ -114,12 +115,12 @@ def test_what_is_not_of_this_prompt_and_model(folder: Path, here: Callable[..., 
     for arguments in (("--prompt", "a " + PROMPT), ("--prompt", PROMPT, "--policy", "sluice"),
                       ("--prompt", PROMPT, "--model", str(tmp_path / "other"))):
         done = here("run", "--session", str(file), *arguments)
-        assert (done.returncode, done.stdout) == (1, ""), arguments
+        assert (done.returncode, done.stdout) == (2, ""), arguments
         assert f"--session {file} is not of this prompt and model: " in done.stderr
         assert "give another file, or remove this one" in done.stderr and file.read_bytes() == was
     file.write_bytes(was[:-100] + bytes(50) + was[-50:])
     done = here("run", "--session", str(file), "--prompt", PROMPT)
-    assert (done.returncode, done.stdout) == (1, "") and "is not of this prompt and model" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "") and "is not of this prompt and model" in done.stderr
 
 
 def test_a_session_that_cannot_be_written(here: Callable[..., Done], tmp_path: Path,
@@ -129,9 +130,51 @@ def test_a_session_that_cannot_be_written(here: Callable[..., Done], tmp_path: P
 
     monkeypatch.setattr(sluice.Engine, "park", full)
     done = here("run", "--prompt", PROMPT, "--session", str(tmp_path / "s"))
-    assert (done.returncode, done.stdout) == (0, answer_to(PROMPT) + "\n")
-    assert done.stderr == f"sluice: --session {tmp_path / 's'} was not written: no space left on device\n"
+    told = f"sluice: --session {tmp_path / 's'} was not written: no space left on device\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, answer_to(PROMPT) + "\n", told)  # The answer all the same.
     assert not list(tmp_path.iterdir())
+    plain = here("chat", typed=PROMPT + "\n")
+    done = here("chat", "--session", str(tmp_path / "s"), typed=PROMPT + "\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, plain.stdout, told)
+    assert [each.name for each in tmp_path.iterdir()] == ["s.json"]
+
+
+def test_a_conversation_whose_keys_and_values_are_not_there_any_more(here: Callable[..., Done], tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as of an engine that has failed: that they are not in the file is told."""
+    park_known = Session.park_known
+
+    def fails(session: Session, ids: list[int]) -> None:
+        monkeypatch.setattr(PackedModel, "begin", refuses)
+        park_known(session, ids)
+
+    def refuses(*_: object) -> int:
+        raise sluice.DeviceError("the device is lost")
+
+    monkeypatch.setattr(Session, "park_known", fails)
+    done = here("chat", "--session", str(tmp_path / "s"), typed="a dog\n")
+    assert (done.returncode, done.stderr) == (
+        1, f"sluice: --session {tmp_path / 's'} was not written: the device is lost\n")
+    assert [each.name for each in tmp_path.iterdir()] == ["s.json"]
+
+
+def test_messages_that_cannot_be_written_are_written_when_they_can(here: Callable[..., Done], tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    write, tries = Conversation._write, 0
+
+    def full(conversation: Conversation, messages: list[dict[str, str]]) -> None:
+        nonlocal tries
+        tries += 1
+        if tries <= most:
+            raise OSError(28, "No space left on device")
+        write(conversation, messages)
+
+    monkeypatch.setattr(Conversation, "_write", full)
+    for most, code in ((1, 0), (2, 1)):  # Behind the turn, and at the end once more.
+        tries = 0
+        done = here("chat", "--session", str(tmp_path / str(most)), typed="a dog\n")
+        assert (done.returncode, done.stderr.count("No space left on device"), tries) == (code, most, 2)
+        assert (tmp_path / f"{most}.json").exists() == (code == 0)
 
 
 def test_a_conversation_goes_on(here: Callable[..., Done], tmp_path: Path, read: list[int]) -> None:
@@ -174,14 +217,14 @@ def test_what_is_no_conversation(here: Callable[..., Done], tmp_path: Path) -> N
                  '{"messages": [{"role": "user", "content": 1}]}'):
         beside.write_text(text)
         done = here("chat", "--session", str(file), typed="a dog\n")
-        assert done.returncode == 1 and f"{beside} is no conversation" in done.stderr and beside.read_text() == text
+        assert done.returncode == 2 and f"{beside} is no conversation" in done.stderr and beside.read_text() == text
     beside.write_text('{"messages": [{"role": "system", "content": "be brief"}]}')
     done = here("chat", "--session", str(file), "--system", "be long", typed="a dog\n")
-    assert done.returncode == 1 and "has begun with another --system" in done.stderr
+    assert done.returncode == 2 and "has begun with another --system" in done.stderr
     beside.unlink()
     assert here("run", "--prompt", PROMPT, "--session", str(file)).returncode == 0
     done = here("chat", "--session", str(file), typed="a dog\n")
-    assert done.returncode == 1 and "is no chat's" in done.stderr
+    assert done.returncode == 2 and "is no chat's" in done.stderr
 
 
 def test_what_sessions_do_not_go_with(here: Callable[..., Done], tmp_path: Path,
@@ -190,11 +233,11 @@ def test_what_sessions_do_not_go_with(here: Callable[..., Done], tmp_path: Path,
     for arguments, words in ((("--session", file, "--no-prefix-cache"), "leave --no-prefix-cache out"),
                              (("--session", str(tmp_path / "none" / "s")), f"there is no folder {tmp_path / 'none'}")):
         done = here("run", "--prompt", "a dog", *arguments)
-        assert done.returncode == 1 and words in done.stderr
+        assert done.returncode == 2 and words in done.stderr
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     done = here("run", "--prompt", "a dog", "--session", file)
-    assert done.returncode == 1 and "several processes share has none" in done.stderr
+    assert done.returncode == 2 and "several processes share has none" in done.stderr
 
 
 def test_two_processes_of_one_session(folder: Path, here: Callable[..., Done], tmp_path: Path, read: list[int]) -> None:
@@ -209,7 +252,7 @@ def test_two_processes_of_one_session(folder: Path, here: Callable[..., Done], t
         assert first.stdout.readline()
         for name, arguments in (("run", ("--prompt", PROMPT)), ("chat", ())):
             done = here(name, "--session", str(file), *arguments, typed="a dog\n")
-            assert (done.returncode, done.stdout) == (1, "")
+            assert (done.returncode, done.stdout) == (2, "")
             assert f"--session {file} is in use by process {first.pid}; wait for its end" in done.stderr
         first.send_signal(signal.SIGTERM)
         _, errors = first.communicate(timeout=DEADLINE_S)

@@ -4,6 +4,7 @@
 
 #include "sluice/error.hpp"
 #include "tools/cli/bench/decode_room.hpp"
+#include "tools/cli/text/message.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -122,6 +123,8 @@ void ServeBench::take_method(const ServeMethod& method) {
   loop_ = std::make_unique<ServeLoop>(
       sizes, admission, method.policy,
       ServeParts{.device = device_, .stream = *stream_, .rows = rows_, .model = model_, .graphs = options_.graphs});
+  if (const std::string& refusal = loop_->forwards().refusal(); !refusal.empty())
+    say(method.name + ": " + refusal + ". Such forwards are enqueued launch by launch");
   warm_up();
 }
 

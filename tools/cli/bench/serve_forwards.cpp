@@ -131,16 +131,30 @@ void ServeForwards::attend_alone(const Bucket& bucket, const std::optional<Decod
     for (LayerId layer{0}; layer.value < engine_.options().shape.layers; ++layer.value)
       engine_.attend(bucket, layer, rows.q, rows.k, rows.v, out, stream_);
   };
-  if (captures == Capture::yes) {
-    try {
-      captured_.insert_or_assign(*size, parts_.capturer(stream_, enqueue));
-    } catch (const Error&) {  // What CUDA makes no graph of is enqueued, now and later.
-    }
-  }
+  if (captures == Capture::yes) make_graph(*size, enqueue);
   const auto graph = size ? captured_.find(*size) : captured_.end();
   if (graph == captured_.end()) return enqueue();
   graph->second->replay();
   ++replays_;
+}
+
+/// What CUDA makes no graph of is enqueued, now and later. A forward that could not be enqueued cannot be either then,
+/// and only its own error says why.
+void ServeForwards::make_graph(const DecodeSize& size, const std::function<void()>& enqueue) {
+  const auto failed = std::make_shared<bool>(false);
+  try {
+    captured_.insert_or_assign(size, parts_.capturer(stream_, [enqueue, failed] {
+      *failed = true;
+      enqueue();
+      *failed = false;
+    }));
+  } catch (const Error& error) {
+    const std::string what = "no graph could be made for rows=" + std::to_string(size.rows) +
+                             ", tokens=" + std::to_string(size.tokens) + ": " + error.what();
+    if (*failed || parts_.graphs == Graphs::on)
+      throw Error(error.code(), what + "; --graphs off enqueues it launch by launch");
+    if (refusal_.empty()) refusal_ = what;
+  }
 }
 
 void ServeForwards::run_model(std::span<const ServeItem> items, const Bucket& bucket,

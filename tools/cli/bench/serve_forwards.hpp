@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "sluice/admission.hpp"
@@ -48,11 +49,14 @@ class ServeForwards {
 
   /// Makes the graphs, so that no request waits for one: two forwards of each size, of a sequence of this policy that
   /// is ended again. None may live. Nothing without graphs.
+  /// @throws Error  if a forward cannot be enqueued, or with Graphs::on one of attention alone not captured
   void prepare(const PolicySpec& policy);
   /// Those that decode come first. Waits until it has run.
   void run(std::span<const ServeItem> items);
   /// Those so far that were a graph.
   [[nodiscard]] std::uint64_t replays() const noexcept { return replays_ + work_.replays; }
+  /// Why the first size has no graph of which none could be made, of attention alone. Empty: each has one.
+  [[nodiscard]] const std::string& refusal() const noexcept { return refusal_; }
 
  private:
   void reserve();
@@ -66,6 +70,7 @@ class ServeForwards {
   Bucket run(std::span<const ServeItem> items, const Bucket& bucket, const std::optional<DecodeSize>& size,
              Capture captures);
   void attend_alone(const Bucket& bucket, const std::optional<DecodeSize>& size, Capture captures);
+  void make_graph(const DecodeSize& size, const std::function<void()>& enqueue);
   void run_model(std::span<const ServeItem> items, const Bucket& bucket, const std::optional<DecodeSize>& size);
 
   ServeParts parts_;
@@ -74,6 +79,7 @@ class ServeForwards {
   bool graphs_;
   std::optional<DecodeSizes> sizes_;                              ///< once there are graphs
   std::map<DecodeSize, std::unique_ptr<CapturedWork>> captured_;  ///< of attention alone
+  std::string refusal_;
   std::uint64_t replays_ = 0;                                     ///< of these
   Activations work_;                                              ///< has those of a model
   std::vector<Likeliest> chosen_;

@@ -18,7 +18,7 @@ namespace sluice::tools {
 class ServeLoop {
  public:
   /// All must outlive it. Graphs of forwards that decode are made here.
-  /// @throws as use_graphs
+  /// @throws as use_graphs and ServeForwards::prepare
   ServeLoop(const EngineOptions& engine, const AdmissionOptions& admission, const PolicySpec& policy,
             const ServeParts& parts);
   /// Requests come at `rate` a second, all at once if that is 0; returns when all have ended, or the limits say so.
@@ -26,6 +26,7 @@ class ServeLoop {
   /// alone, unless there are limits to hold
   [[nodiscard]] ServeResult run(std::span<const LoadRequest> load, double rate, const ServeLimits& limits = {});
   [[nodiscard]] const sluice::Engine& engine() const noexcept { return engine_; }
+  [[nodiscard]] const ServeForwards& forwards() const noexcept { return forwards_; }
 
  private:
   struct Request;

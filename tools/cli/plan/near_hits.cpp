@@ -4,6 +4,7 @@
 #include <array>
 #include <string_view>
 
+#include "gpu/split_rule.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/cuda.hpp"
@@ -27,7 +28,8 @@ constexpr std::array<MeasuredHits, 6> kMeasured{{{"sluice", 0.97},
                                                  {"psa", 0.63}}};
 constexpr double kGuess = 0.5;
 /// Of what query heads that share a KV head choose, what is left once each token counts once: 0.53 to 0.57 of whole
-/// pages, 0.6 to 0.8 of tokens, in the same measurements.
+/// pages, 0.6 to 0.8 of tokens, in the same measurements. So many have to lie near, or are far; what it takes to attend
+/// them is planned by all that heads choose (`plan`), as the most that it can be.
 constexpr double kDistinct = 0.55;
 
 /// Tokens of a row, per KV head.
@@ -65,18 +67,19 @@ ForwardRow row_of(const Workload& work) {
 }  // namespace
 
 double usual_linked(const Workload& work, const Machine& machine) {
-  // See CudaDeviceOptions::link_rows: of a list, of what one thread block looks after, and for longer sequences none,
-  // as near rows are attended elsewhere there. A sequence of so many tokens is to have more.
-  constexpr double kMostOfList = 64.0, kMostOfBlock = 32.0;
-  constexpr std::uint32_t kOneBlock = 4096, kMostTokens = 1u << 18;
+  constexpr std::uint32_t kMultiprocessors = 132;  // Of an H100 or H200, as all that is measured here.
   if (machine.device_bytes == 0 || work.placement != PlacementMode::hybrid || work.fetch_share != 0.f) return 0.0;
   const Bucket bucket = decoding_bucket(work);
-  if (!bucket.top_k || bucket.pages || bucket.unbounded || work.tokens >= kMostTokens) return 0.0;
+  // A sequence of as many tokens is to have more.
+  if (!bucket.top_k || bucket.pages || bucket.unbounded || work.tokens >= gpu::kMostSplitTokensAttended) return 0.0;
+  const std::uint32_t lists = work.rows * work.shape.kv_heads;
+  const std::uint32_t most = gpu::split_blocks_wanted(lists, work.tokens, kMultiprocessors, gpu::kMostSplitBlocks);
+  const std::uint32_t blocks = gpu::split_blocks_attending(most, lists, work.tokens, kMultiprocessors);
+  if (blocks == 0) return 0.0;
   const Wanted wanted = wanted_of(work, row_of(work));
   const double far = (1.0 - work.near_hits) * (wanted.window + wanted.chosen);
-  const double room = work.tokens < kOneBlock ? kMostOfBlock : kMostOfList;
-  const double lists = 1.0 * work.rows * work.shape.kv_heads;
-  return far <= std::min(room, CudaDeviceOptions{}.link_rows / lists) ? 1.0 - work.near_hits : 0.0;
+  const std::uint32_t room = gpu::list_link_rows(CudaDeviceOptions{}.link_rows, lists);
+  return far <= std::min(room, blocks * gpu::kMostLinkRows) ? 1.0 - work.near_hits : 0.0;
 }
 
 NearHits usual_near_hits(const Workload& work) {

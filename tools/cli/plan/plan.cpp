@@ -289,9 +289,10 @@ void add_plan(CLI::App& app, int& exit_code) {
       "that the file does not have, bytes and a launch count. What a model does between layers is not in it; `model "
       "ms`\n"
       "has the bytes of its weights in bf16 besides, at the rate of device memory, and nothing else of it. A budget\n"
-      "in tokens counts as if no two query heads that share a KV head wanted the same. Of device memory, what a GPU's\n"
-      "kernels want for themselves is not counted. What if: --link-gbps 25 (PCIe 4), --gpus 2, --cpu-gbps, "
-      "--policies.");
+      "in tokens counts as if no two query heads that share a KV head wanted the same, but for what of it has room "
+      "near:\n"
+      "55% of it, as measured. Of device memory, what a GPU's kernels want for themselves is not counted. What if:\n"
+      "--link-gbps 25 (PCIe 4), --gpus 2, --cpu-gbps, --policies.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

@@ -150,7 +150,7 @@ int run(const RunOptions& options) {
   } else {
     (void)deliver_beside(std::move(report), options.output.format, target, trace, trace_target);
   }
-  return kOk;
+  return parked.failed() ? kFailed : kOk;
 }
 
 }  // namespace sluice::tools

@@ -11,6 +11,7 @@
 
 #include "cpu/machine/crc32c.hpp"
 #include "sluice/error.hpp"
+#include "tools/cli/text/message.hpp"
 #include "tools/llama/one_error.hpp"
 
 namespace sluice::tools {
@@ -91,7 +92,12 @@ std::optional<SequenceId> resume_session(sluice::Engine& engine, const std::stri
 void ParkedPrompt::prefill(std::span<const int> tokens, const Progress& progress) {
   session_.prefill(tokens.subspan(session_.tokens()), progress);
   engine_.name_tokens(session_.sequence(), 0, tokens);
-  engine_.park(session_.sequence(), file_, model_);
+  try {
+    engine_.park(session_.sequence(), file_, model_);
+  } catch (const Error& error) {  // What was read is still there to be answered, and said at once lest that fails, too.
+    failed_ = true;
+    say("error: --session " + file_ + " was not written: " + error.what());
+  }
 }
 
 }  // namespace sluice::tools

@@ -33,17 +33,20 @@ class ParkedPrompt final : public Conversation {
   ParkedPrompt(EngineSession& session, sluice::Engine& engine, std::string file, std::string model)
       : session_(session), engine_(engine), file_(std::move(file)), model_(std::move(model)) {}
 
-  /// Once, with the whole prompt.
+  /// Once, with the whole prompt. That one could not be parked is said, and it is answered all the same.
   void prefill(std::span<const int> tokens, const Progress& progress) override;
   void decode(int token) override { session_.decode(token); }
   [[nodiscard]] int best() const override { return session_.best(); }
   [[nodiscard]] std::span<const float> logits() const override { return session_.logits(); }
+  /// It could not be parked.
+  [[nodiscard]] bool failed() const noexcept { return failed_; }
 
  private:
   EngineSession& session_;
   sluice::Engine& engine_;
   std::string file_;
   std::string model_;
+  bool failed_ = false;
 };
 
 }  // namespace sluice::tools
