@@ -22,6 +22,7 @@ decode_parts() {
   for size in 8K 32K; do echo "decode-costs-$size"; done # 53 for 8K, 110 for 32K [b]: 41 and 36 sequences of these lengths, four engines
   echo decode-uniform      # 30 [b]
   echo decode-other        # 60 [b]: four policies
+  echo decode-psa          # 60 by that, and eight sequences more
   for what in 32K 128K 64; do # 60 to 90 each, by what parts of them took on an H200
     echo "decode-tactic-$what"
     echo "decode-twilight-$what"
@@ -211,6 +212,10 @@ measure_decode() {
       decode_layer "$1" --policies "sluice;$budget" --length 32K,128K --layers 8 --pattern uniform
       ;;
     decode-other) decode_layer "$1" --policies "sluice;twilight;quest;lfps" --length 32K,128K --layers 4 ;;
+    decode-psa)
+      decode_layer "$1" --policies "psa | int4;twilight;quest" --placements hybrid,near --length 8K,32K,128K --layers 4
+      decode_layer "$1-8" --policies "psa | int4;twilight;quest" --placements hybrid,near --length 32K --rows 8 --layers 4
+      ;;
     decode-handover-*)
       decode_layer "$1" --policies sluice --length 32K,128K --layers 32 --handover "${1#decode-handover-}"
       ;;

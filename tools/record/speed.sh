@@ -39,7 +39,7 @@ speed_parts() {
   echo cpu-engine          # 120 with 16 cores: twelve engines, of 128K tokens four layers
   echo plan
   echo serve               # --seconds of arrivals at each rate, half as much again at most, three runs by bisection, and 3 for each engine
-  echo serve-papers        # 240: as serve-default, three policies of papers
+  echo serve-papers        # 150: as serve-default, policies of papers; 113 for three of them on an H200
   echo serve-default       # 95 on an H200: three rates each of dense attention and the default, 15 s of arrivals
   echo clusters            # 6 on an H200
   echo ablation            # 70 [b]: eight layers; exact top-k of 128K tokens takes the CPU 7 ms a layer
@@ -149,7 +149,7 @@ measure_speed() {
       ;;
     # The same of longer windows.
     serve-default) serve_long "$1" "$serve_long" "dense;sluice" ;;
-    serve-papers) serve_long "$1" "$serve_low" "stream/psa;arkvale;topk" ;;
+    serve-papers) serve_long "$1" "$serve_low" "stream/psa;arkvale;topk;hybrid/psa | int4" ;;
     clusters)
       "$sluice" bench prefill --device "$device" --structures vertical_slash --gammas "" --clusters 32 \
         --length "$cluster_lengths" --chunk 128K --repeat 3 -o json --output "$out/$1.json"
