@@ -10,9 +10,9 @@ harder='near_keys turns count multi table'
 # Of harder tasks: what a device chooses, and what the CPU does.
 by_device='full;sluice;twilight;quest;tactic | int4;exact | int4 | top_k=max(64, 2%)'
 by_cpu='full;psa;lfps;topk;arkvale;magicpig;double_sparsity;vattention;streaming'
-bypasses='full;lfps | bypass=off'
-for share in 0.99 0.95 0.9 0.85 0.8 0.75 0.7; do bypasses="$bypasses;lfps | bypass=sink:$share"; done
-for share in 0.99 0.95 0.85 0.7; do bypasses="$bypasses;lfps | bypass=sink:$share,check=on"; done
+thresholds='full;lfps | bypass=off'
+for share in 0.99 0.95 0.9 0.85 0.8 0.75 0.7; do thresholds="$thresholds;lfps | bypass=sink:$share"; done
+for share in 0.99 0.95 0.85 0.7; do thresholds="$thresholds;lfps | bypass=sink:$share,check=on"; done
 with_sinks='full;sluice;quest;twilight;tactic;psa;topk;arkvale;magicpig;streaming;snapkv'
 by_group='full;sluice;quest;twilight;tactic;psa;lfps | bypass=off;topk;arkvale;magicpig;double_sparsity;streaming'
 
@@ -53,7 +53,7 @@ measure_trained() {
   case $1 in
     harder-device-*) harder "$1" "${rest#*-}" "$by_device" ;;
     harder-cpu-*) harder "$1" "${rest#*-}" "$by_cpu" ;;
-    bypass-*) trained "$1" "$RECORD_SINKS" "${rest%-*}" "${rest##*-}" 4 "$bypasses" --seed "${seed:-4242}" ;;
+    bypass-*) trained "$1" "$RECORD_SINKS" "${rest%-*}" "${rest##*-}" 4 "$thresholds" --seed "${seed:-4242}" ;;
     sinks-*) trained "$1" "$RECORD_SINKS" "$rest" 8K 4 "$with_sinks" --seed "${seed:-4242}" ;;
     group-*) trained "$1" "$(directory_of "$1")" "${rest%%-*}" 8K 4 "$by_group" --seed "${seed:-4242}" ;;
     *) return 1 ;;
