@@ -93,6 +93,16 @@ TEST_CASE("CSV quotes what would break a row and leaves out what is no number", 
   CHECK(contains(outcome.out, "\"history | top_k=max(64, 2%)"));
 }
 
+TEST_CASE("a table that cannot be written does not take the picture along", "[cli]") {
+  const TemporaryDirectory scratch;
+  const Outcome outcome =
+      sluice::test::sluice(kLosing + "--output /dev/full --plot '" + scratch.file("plot.svg") + "'");
+  CAPTURE(outcome.err);
+  CHECK(outcome.code == 1);
+  CHECK(contains(outcome.err, "/dev/full"));
+  CHECK(contains(read_file(scratch.file("plot.svg")), "</svg>"));
+}
+
 TEST_CASE("two results may not go to one file, however it is spelt", "[cli]") {
   const TemporaryDirectory scratch;
   const std::string file = scratch.file("out.json");

@@ -161,10 +161,8 @@ int run(const EvalOptions& options) {
   Report result{.command = "eval", .config = config_of(options, flags, plan.policies, plan.prefills)};
   result.tables = report->tables();
   const bool found = std::ranges::any_of(result.tables, [](const Table& table) { return !table.rows.empty(); });
-  // The table first: a picture that cannot be written must not take it along.
-  const ExitCode code = deliver(std::move(result), options.output.format, target);
-  if (plot && found) plot->commit(report->svg());
-  return code;
+  return deliver_beside(std::move(result), options.output.format, target, plot && found ? report->svg() : "",
+                        plot ? *plot : target);
 }
 
 }  // namespace

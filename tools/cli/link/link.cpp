@@ -43,7 +43,7 @@ int run(LinkOptions options) {
   if (options.output.format == Format::md) {
     std::string text = render(report, options.output.format) + "\nVerdict\n\n";
     for (const std::string& sentence : findings.verdict) text += "- " + sentence + "\n";
-    target.commit(text);
+    deliver_text(text, target);
     return kOk;
   }
   return deliver(report, options.output.format, target);

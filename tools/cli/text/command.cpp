@@ -141,6 +141,13 @@ CLI::Option* add_sinks(CLI::App& app, std::vector<double>& shares) {
       ->type_name("LIST");
 }
 
+void deliver_text(const std::string& text, const OutputTarget& target) {
+  if (!target.is_file()) return target.commit(text);
+  Delivery delivery;
+  delivery.put(text, [&](const std::string& all) { target.commit(all); });
+  delivery.end();
+}
+
 ExitCode deliver(Report report, Format format, const OutputTarget& target) {
   const bool cut = interrupted();
   if (cut) report.extra["interrupted"] = true;

@@ -63,6 +63,9 @@ CLI::Option* add_dtype(CLI::App& app, const std::string& name, DType& target, co
 CLI::Option* add_kv_dtype(CLI::App& app, const std::string& name, DType& target, const std::string& help);
 /// `--sinks LIST` of every command that has synthetic attention.
 CLI::Option* add_sinks(CLI::App& app, std::vector<double>& shares);
+/// Writes a text to its target. What a file does not take goes to standard output.
+/// @throws Error{Errc::io}, then too
+void deliver_text(const std::string& text, const OutputTarget& target);
 /// Writes a report to its target and returns the command's exit code: after Ctrl-C or SIGTERM the report says that it
 /// was `interrupted`, and so does the code. CSV is one table per file: the first goes to the target, every other one to
 /// a file beside it, or is named on standard error where there is no file.
