@@ -7,9 +7,10 @@
 # Behind each in seconds what it took beside seven others on two H200.
 
 harder='near_keys turns count multi table'
-# Of harder tasks: what a device chooses, and what the CPU does.
+# Of harder tasks: what a device chooses, what the CPU does, and baselines that came later.
 by_device='full;sluice;twilight;quest;tactic | int4;exact | int4 | top_k=max(64, 2%)'
 by_cpu='full;psa;lfps;topk;arkvale;magicpig;double_sparsity;vattention;streaming'
+by_later='full;adamas;adakv;snapkv;pyramidkv'
 thresholds='full;lfps | bypass=off'
 for share in 0.99 0.95 0.9 0.85 0.8 0.75 0.7; do thresholds="$thresholds;lfps | bypass=sink:$share"; done
 for share in 0.99 0.95 0.85 0.7; do thresholds="$thresholds;lfps | bypass=sink:$share,check=on"; done
@@ -20,6 +21,7 @@ trained_parts() {
   if [ -n "${RECORD_HELD:-}" ]; then
     for task in $harder; do echo "harder-device-$task"; done # 134 to 196
     for task in $harder; do echo "harder-cpu-$task"; done    # 216 to 337
+    for task in $harder; do echo "harder-later-$task"; done  # 138 to 170 beside four others on one
   fi
   if [ -n "${RECORD_SINKS:-}" ]; then
     for task in niah multikey kv; do
@@ -52,6 +54,7 @@ measure_trained() {
   rest=${1#*-} seed=${RECORD_SEED:-}
   case $1 in
     harder-device-*) harder "$1" "${rest#*-}" "$by_device" ;;
+    harder-later-*) harder "$1" "${rest#*-}" "$by_later" ;;
     harder-cpu-*) harder "$1" "${rest#*-}" "$by_cpu" ;;
     bypass-*) trained "$1" "$RECORD_SINKS" "${rest%-*}" "${rest##*-}" 4 "$thresholds" --seed "${seed:-4242}" ;;
     sinks-*) trained "$1" "$RECORD_SINKS" "$rest" 8K 4 "$with_sinks" --seed "${seed:-4242}" ;;
