@@ -4,7 +4,8 @@
 #   include/ <- {scheduler/, cpu/, gpu/} <- runtime/ <- {capi/, tools/, tests/}
 # and python/ to sluice.h. In runtime/:
 #   {kv/, park/, background/} <- far/ <- engine/
-# and the library rooms to silence: only tools/ may print or end the process.
+# public headers to the exception that they speak of, and the library rooms to silence: only tools/ may print or end the
+# process.
 # Prints each violation as file:line, and fails if there is one.
 cmake_minimum_required(VERSION 3.22)
 if(NOT IS_DIRECTORY "${ROOT}/include")
@@ -86,6 +87,15 @@ macro(check_room room)
 endmacro()
 
 check_room(include OWN "${vocabulary}" SYSTEM "${standard_library}" SILENT)
+# Who includes a header of ours can catch what its functions throw.
+files_of(include public_headers)
+foreach(public_header IN LISTS public_headers)
+  read_lines(${public_header} lines)
+  list(FILTER lines INCLUDE REGEX "Error{|include \"sluice/error.hpp\"")
+  if(lines MATCHES "Error{" AND NOT lines MATCHES "include \"sluice/error.hpp\"")
+    violation(${public_header} 1 "uses Error, and does not include sluice/error.hpp")
+  endif()
+endforeach()
 check_room(scheduler OWN "${vocabulary}|scheduler/" SYSTEM "${standard_library}" SILENT)
 check_room(cpu OWN "${vocabulary}|cpu/" BANNED_SYSTEM "${cuda_headers}" SILENT)
 check_room(gpu OWN "${vocabulary}|gpu/" SILENT)

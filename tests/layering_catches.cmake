@@ -28,6 +28,8 @@ source(include/sluice/vocabulary.hpp
   "#include <vector>" "#include <cuda_runtime.h>  // BAD" "#include <tbb/parallel_for.h>  // BAD"
   "#include <Eigen/Core>  // BAD" "#include <hwloc.h>  // BAD" "# include \"scheduler/a.hpp\"  // BAD"
   "#include \"vocabulary.hpp\"  // BAD")
+source(include/sluice/throws.hpp "#pragma once  // BAD" "/// @throws Error{Errc::io}")
+source(include/sluice/tells.hpp "#include \"sluice/error.hpp\"" "/// @throws Error{Errc::io}")
 source(scheduler/policy/a.cpp
   "#include \"sluice/policy.hpp\"" "#include \"scheduler/a.hpp\"" "#include \"cpu/a.hpp\"  // BAD"
   "#include \"../../gpu/a.hpp\"  // BAD" "#include <tbb/task_arena.h>  // BAD")
@@ -90,6 +92,7 @@ if(result EQUAL 0 OR NOT report MATCHES "${count} layering violations")
   message(FATAL_ERROR "exit code ${result} does not tell of ${count} violations:\n${report}")
 endif()
 
+file(WRITE ${WORK}/include/sluice/throws.hpp "#include \"sluice/error.hpp\"\n/// @throws Error{Errc::io}\n")
 foreach(path IN LISTS sources)
   file(READ ${WORK}/${path} text)
   string(REGEX REPLACE "[^\n]*// BAD" "" text "${text}")

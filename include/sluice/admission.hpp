@@ -5,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "sluice/error.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice {

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "sluice/core_verbs.hpp"
+#include "sluice/error.hpp"
 #include "sluice/prefill_verbs.hpp"
 #include "sluice/select_verbs.hpp"
 

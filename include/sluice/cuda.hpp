@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "sluice/device.hpp"
+#include "sluice/error.hpp"
 
 namespace sluice {
 

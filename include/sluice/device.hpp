@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "sluice/error.hpp"
 #include "sluice/handover.hpp"
 #include "sluice/units.hpp"
 

@@ -11,6 +11,7 @@
 #include "sluice/device.hpp"
 #include "sluice/engine_options.hpp"
 #include "sluice/engine_stats.hpp"
+#include "sluice/error.hpp"
 #include "sluice/forward.hpp"
 #include "sluice/page.hpp"
 #include "sluice/placement.hpp"

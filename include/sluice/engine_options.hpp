@@ -8,6 +8,7 @@
 
 #include "sluice/device.hpp"
 #include "sluice/engine_stats.hpp"
+#include "sluice/error.hpp"
 #include "sluice/forward.hpp"
 #include "sluice/handover.hpp"
 #include "sluice/page.hpp"

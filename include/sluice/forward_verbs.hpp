@@ -4,6 +4,7 @@
 #include <memory>
 #include <span>
 
+#include "sluice/error.hpp"
 #include "sluice/forward_memory.hpp"
 #include "sluice/run_clock.hpp"
 #include "sluice/tensor.hpp"

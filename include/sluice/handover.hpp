@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <string_view>
 
+#include "sluice/error.hpp"
+
 namespace sluice {
 
 /// How a device waits, in a layer, for what the CPU attends or chooses. Tokens are the same with each.

@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <string_view>
 
+#include "sluice/error.hpp"
+
 namespace sluice {
 
 /// Who attends what was chosen and is not near.

@@ -5,6 +5,7 @@
 #include <string_view>
 #include <vector>
 
+#include "sluice/error.hpp"
 #include "sluice/page.hpp"
 #include "sluice/progress.hpp"
 

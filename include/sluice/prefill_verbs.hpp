@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 
+#include "sluice/error.hpp"
 #include "sluice/page.hpp"
 #include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"

@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "sluice/error.hpp"
+
 namespace sluice {
 
 /// The attention shape of a model. `q_heads` is a multiple of `kv_heads` (grouped-query attention).

@@ -45,12 +45,24 @@ struct BasicTensorView {
   [[nodiscard]] constexpr Byte* row(std::uint64_t token, std::uint64_t head) const noexcept {
     return data + (token * token_stride + head * head_stride) * bytes_of(dtype);
   }
+  /// What may be written can be read: a MutableTensorView is taken where a TensorView is wanted.
+  template <class Read>
+  requires(!std::is_const_v<Byte> && std::is_same_v<Read, const Byte>) [[nodiscard]] constexpr
+  operator BasicTensorView<Read>() const noexcept {
+    return {.data = data,
+            .dtype = dtype,
+            .tokens = tokens,
+            .heads = heads,
+            .head_dim = head_dim,
+            .token_stride = token_stride,
+            .head_stride = head_stride};
+  }
 };
 
 using TensorView = BasicTensorView<const std::byte>;
 using MutableTensorView = BasicTensorView<std::byte>;
 
-/// A dense [tokens, heads, head_dim] view over `data`.
+/// A dense [tokens, heads, head_dim] view over `data`: a MutableTensorView, or of const elements a TensorView.
 template <class T>
 [[nodiscard]] auto dense_view(T* data, DType dtype, std::uint32_t tokens, std::uint32_t heads, std::uint32_t head_dim) noexcept {
   using Byte = std::conditional_t<std::is_const_v<T>, const std::byte, std::byte>;

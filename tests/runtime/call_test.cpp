@@ -4,7 +4,9 @@
 #include <functional>
 #include <memory>
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "tests/runtime/parked.hpp"
 #include "tests/support/forwarding.hpp"
@@ -76,4 +78,15 @@ TEST_CASE("a plan that meets a defect can be repeated", "[call]") {
   REQUIRE(code_of(plan) == Errc::internal);
   engine.cancel(plan());
   REQUIRE(engine.tokens(item.sequence) == 12);
+}
+
+TEST_CASE("a tensor that may be written is taken where one is read, and not the other way round", "[call]") {
+  static_assert(std::is_convertible_v<MutableTensorView, TensorView>);
+  static_assert(!std::is_convertible_v<TensorView, MutableTensorView>);
+  static_assert(std::is_aggregate_v<TensorView> && std::is_aggregate_v<MutableTensorView>);
+  std::vector<float> data(2 * 3 * 16);
+  const TensorView read = dense_view(data.data(), DType::f32, 2, 3, 16);
+  REQUIRE(read.data == reinterpret_cast<const std::byte*>(data.data()));
+  REQUIRE(read.row(1, 2) == reinterpret_cast<const std::byte*>(data.data() + (1 * 3 + 2) * 16));
+  REQUIRE((read.dtype == DType::f32 && read.tokens == 2 && read.heads == 3 && read.head_dim == 16));
 }
