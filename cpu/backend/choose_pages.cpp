@@ -60,8 +60,8 @@ class PageChoice {
   template <class Visit>
   [[nodiscard]] float mass(std::uint32_t h, const Visit& for_each_token) const {
     const float* const scores = task_.scores + std::uint64_t{h} * task_.tokens;
-    const auto value = [&](std::uint32_t token) {
-      return shape_.softcap != 0.f ? shape_.capped(scores[token]) : scores[token];
+    const auto value = [&](std::uint32_t token) {  // -infinity weighs nothing; capped it would be a number.
+      return shape_.softcap != 0.f && scores[token] != kEmptyLse ? shape_.capped(scores[token]) : scores[token];
     };
     float top = kEmptyLse;
     for_each_token([&](std::uint32_t token) { top = value(token) > top ? value(token) : top; });  // Not if NaN.

@@ -62,7 +62,6 @@ void SinkBypass::begin(const PromptContext& prompt) {
   mean_key_.assign(head_dim_, 0.0);
   mean_value_.assign(head_dim_, 0.f);
   spread_.assign(group_, -1.0);
-  sink_mass_.assign(group_, 0.0);
   prompt_tokens_ = prompt.queries > 0 && prompt.tokens > sinks_ ? prompt.tokens - sinks_ : 0;
   if (prompt_tokens_ == 0) return;
 
@@ -117,6 +116,7 @@ std::uint32_t SinkBypass::test(const HeadContext& head, Bypass& bypass, SelectCo
   if (last - sinks_ > kTrustedGrowth * prompt_tokens_) return 0;
   bypass.out.resize(floats);
   bypass.lse.resize(std::size_t{rows} * group_);
+  sink_mass_.assign(bypass.lse.size(), 0.0);
   std::uint32_t heads = ~0u >> (32 - group_);
   for (std::uint32_t row = 0; row < rows && heads != 0; ++row) {
     const float* const q = row == 0 ? head.q : head.behind.data() + (row - 1) * floats;
@@ -148,7 +148,7 @@ std::uint32_t SinkBypass::test_row(const Row& row, const HeadContext& head, floa
     const double sink = log_mass(probe.scores, group_, h, 0, sinks_);
     const double local_mass = log_mass(probe.scores, group_, h, sinks_, probe.tokens.size());
     const double rest = std::max(local_mass, std::log(off) + estimate.mean + estimate.variance / 2);
-    if (row.tokens == head.tokens) sink_mass_[h] = sink;
+    sink_mass_[(row.tokens - head.tokens) * group_ + h] = sink;
     if (!holds(sink, rest)) continue;
     if (far_share < 0.0) far_share = static_cast<double>(far_tokens(*head.near, sinks_, row.tokens)) / off;
     heads |= 1u << h;
@@ -162,9 +162,9 @@ bool SinkBypass::holds(double sink, double rest) const noexcept {
   return 1.0 / (1.0 + std::exp(rest - sink)) > threshold_;
 }
 
-std::uint32_t SinkBypass::confirm(std::span<const double> lse, Bypass& bypass) const {
+std::uint32_t SinkBypass::confirm(std::uint32_t row, std::span<const double> lse, Bypass& bypass) const {
   for (std::uint32_t h = 0; h < group_; ++h) {
-    if ((bypass.heads >> h & 1) != 0 && !holds(sink_mass_[h], lse[h])) bypass.heads &= ~(1u << h);
+    if ((bypass.heads >> h & 1) != 0 && !holds(sink_mass_[row * group_ + h], lse[h])) bypass.heads &= ~(1u << h);
   }
   return bypass.heads;
 }

@@ -37,9 +37,10 @@ class SinkBypass {
   [[nodiscard]] std::uint32_t test(const HeadContext& head, Bypass& bypass, SelectCounters& counters);
 
   /// Takes back from `bypass` the heads whose scored candidates beyond the sinks weigh so much that these no longer
-  /// hold the threshold; `lse[h]` is the log-sum-exp of the candidates' scores by the query of `head` in the newest
-  /// test. Returns the heads that are left. What no candidate is stays unseen.
-  std::uint32_t confirm(std::span<const double> lse, Bypass& bypass) const;
+  /// hold the threshold; `lse[h]` is the log-sum-exp of the candidates' scores by the query of row `row` of the newest
+  /// test: 0 is that of `head`, the others those behind. Returns the heads that are left. What no candidate is stays
+  /// unseen.
+  std::uint32_t confirm(std::uint32_t row, std::span<const double> lse, Bypass& bypass) const;
 
   /// Estimates for one query of head `h`: mean logit and log-normal variance over the prompt's offloaded keys.
   struct Logits {
@@ -52,7 +53,7 @@ class SinkBypass {
   }
   /// What the test of a KV head holds at most.
   [[nodiscard]] static std::uint64_t most_heap_bytes(const AttentionShape& shape) noexcept {
-    return shape.head_dim * (sizeof(double) + sizeof(float)) + 2 * shape.group() * sizeof(double);
+    return shape.head_dim * (sizeof(double) + sizeof(float)) + (shape.group() + kMostGroup) * sizeof(double);
   }
 
  private:
@@ -71,7 +72,7 @@ class SinkBypass {
   std::uint32_t prompt_tokens_ = 0;   ///< offloaded tokens that the means stand for; 0: no bypass
   std::vector<double> mean_key_;      ///< [head_dim]
   std::vector<float> mean_value_;     ///< [head_dim]
-  std::vector<double> sink_mass_;     ///< [group] log of A_sink by the newest query that was tested
+  std::vector<double> sink_mass_;     ///< [rows, group] log of A_sink by the queries that were tested last
   std::vector<double> spread_;        ///< [group] rho = var_j(s_j of the last prompt query) / ||q||^2; < 0: unknown
 };
 

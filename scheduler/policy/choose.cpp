@@ -135,13 +135,30 @@ void ScoredSet::drop(std::uint32_t heads) noexcept {
   for (std::uint32_t& of : far_) of &= ~heads;
 }
 
-double ScoredSet::log_sum(std::uint32_t h, std::uint32_t group, std::uint32_t begin) const {
+std::span<const float> ScoredSet::scores_by(const float* q, KvReader& kv, std::uint32_t group,
+                                            std::vector<float>& out) const {
+  out.resize(tokens_.size() * group);
+  if (tokens_.empty()) return out;
+  if (estimated_) {
+    kv.estimate(q, tokens_, out.data());
+  } else {
+    kv.score(q, tokens_, out.data());
+  }
+  return out;
+}
+
+double ScoredSet::log_sum(std::span<const float> scores, std::uint32_t h, std::uint32_t group,
+                          std::uint32_t begin) const {
   const auto first = static_cast<std::size_t>(std::ranges::lower_bound(tokens_, begin) - tokens_.begin());
   double top = -std::numeric_limits<double>::infinity();
-  for (std::size_t i = first; i < tokens_.size(); ++i) top = std::max<double>(top, scores_[i * group + h]);
+  for (std::size_t i = first; i < tokens_.size(); ++i) {
+    const double score = scores[i * group + h];
+    if (std::isnan(score)) return score;
+    top = std::max(top, score);
+  }
   if (!std::isfinite(top)) return top;
   double sum = 0.0;
-  for (std::size_t i = first; i < tokens_.size(); ++i) sum += std::exp(scores_[i * group + h] - top);
+  for (std::size_t i = first; i < tokens_.size(); ++i) sum += std::exp(scores[i * group + h] - top);
   return top + std::log(sum);
 }
 

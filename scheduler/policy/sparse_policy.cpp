@@ -2,6 +2,7 @@
 // estimated once per KV head, each query head keeps what its budget allows, and what it kept feeds the history. Sources
 // unite freely.
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <span>
@@ -20,6 +21,7 @@ namespace {
 struct SelectScratch {
   std::vector<TokenSet> sets;
   TokenSet anyway;  ///< what top-p weighs beside the candidates
+  std::vector<float> behind;  ///< scores of the candidates by a row behind
 
   [[nodiscard]] std::span<TokenSet> candidates(std::uint32_t group) {
     if (sets.size() < group) sets.resize(group);
@@ -208,18 +210,31 @@ class SparsePolicy final : public LayerPolicy {
     } else {
       budget_.score(context, group_, head.scored, counters);
     }
-    if (spec_.bypass_checked && bypass.heads != 0) confirm_bypass(head, bypass);
+    if (spec_.bypass_checked && bypass.heads != 0) confirm_bypass(context, head, bypass, counters);
     budget_.choose(context, group_, head.scored);
     if (head.history && !budget_.estimates()) upkeep_.find_heavy(head);
     const bool united = proposer_.shares() || budget_.unites();
     head.scored.emit(group_, united ? Membership::united : Membership::own, row);
   }
 
-  /// Of the heads that would be bypassed those whose candidates weigh little are, and take no further part.
-  void confirm_bypass(SparseHead& head, Bypass& bypass) const {
-    std::array<double, 32> lse{};  // Of a group's heads, which are bits of a word.
-    for (std::uint32_t h = 0; h < group_; ++h) lse[h] = head.scored.log_sum(h, group_, spec_.near.sink_tokens);
-    head.observing &= ~head.bypass->confirm(std::span(lse).first(group_), bypass);
+  /// Of the heads that would be bypassed those whose candidates weigh little, to the rows behind as well, are, and take
+  /// no further part.
+  void confirm_bypass(const HeadContext& context, SparseHead& head, Bypass& bypass, SelectCounters& counters) const {
+    std::array<double, kMostGroup> lse{};
+    const auto confirm = [&](std::uint32_t row, std::span<const float> scores) {
+      for (std::uint32_t h = 0; h < group_; ++h)
+        lse[h] = head.scored.log_sum(scores, h, group_, spec_.near.sink_tokens);
+      head.bypass->confirm(row, std::span(lse).first(group_), bypass);
+    };
+    confirm(0, head.scored.scores());
+    const auto behind = static_cast<std::uint32_t>(bypass.lse.size() / group_ - 1);
+    const std::size_t floats = context.behind.size() / std::max(behind, 1u);
+    for (std::uint32_t row = 0; row < behind && bypass.heads != 0; ++row) {
+      const float* const q = context.behind.data() + row * floats;
+      confirm(row + 1, head.scored.scores_by(q, *context.kv, group_, scratch_of_thread().behind));
+      (budget_.estimates() ? counters.estimated : counters.scored) += head.scored.size();
+    }
+    head.observing &= ~bypass.heads;
     head.scored.drop(bypass.heads);
   }
 

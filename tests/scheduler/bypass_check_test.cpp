@@ -1,8 +1,11 @@
 // A bypass that is checked: a head that rests on its sinks attends what was found for it, if that weighs too much.
 #include <algorithm>
+#include <cmath>
 #include <limits>
+#include <span>
 
 #include "scheduler/policy/policies.hpp"
+#include "scheduler/policy/scored_set.hpp"
 #include "tests/scheduler/bypass_support.hpp"
 
 using namespace sluice;
@@ -73,6 +76,51 @@ TEST_CASE("a bypass that is checked holds its threshold by what was found", "[by
 TEST_CASE("a bypass that is checked bypasses nobody where a score is no number", "[bypass]") {
   REQUIRE(Step(kTopK, std::numeric_limits<double>::quiet_NaN()).selected.bypass.heads == 1u);
   REQUIRE(Step(kTopK + ",check=on", std::numeric_limits<double>::quiet_NaN()).selected.bypass.heads == 0u);
+}
+
+TEST_CASE("what was found weighs no number if the score of all of it is none", "[bypass]") {
+  FakeKv kv = FakeKv::random(kTokens, kDim, kGroup, 1);
+  kv.k[kFound * kDim] = std::numeric_limits<float>::quiet_NaN();
+  TokenSet found;
+  found.reset(kTokens);
+  found.add_range(kFound, kFound + 1);
+  const FakeNear near(kTokens, kSinks, 0);
+  ScoredSet scored;
+  scored.collect({.sets = std::span(&found, 1), .active = 1, .shared = true}, near.set);
+  scored.score(kv, random_queries(kGroup, kDim, 8).data(), kGroup);
+  REQUIRE(scored.size() == 1);
+  REQUIRE(std::isnan(scored.log_sum(scored.scores(), 0, kGroup, kSinks)));
+  REQUIRE(scored.log_sum(scored.scores(), 0, kGroup, kTokens) == -std::numeric_limits<double>::infinity());
+}
+
+TEST_CASE("a bypass that is checked looks at what was found by the queries of rows behind, too", "[bypass]") {
+  const std::string text = GENERATE(kTopK, kTopP);
+  const bool weighs = GENERATE(false, true);
+  CAPTURE(text, weighs);
+  Step step(text + ",check=on", 0.0);
+  // A key that the first row's query knows nothing of, and the one behind looks at beside the sinks.
+  std::vector<float> behind(step.q), other(step.q.begin() + kDim, step.q.begin() + 2 * kDim);
+  double dot = 0.0, square = 0.0;
+  for (std::uint32_t c = 0; c < kDim; ++c) {
+    dot += static_cast<double>(step.q[c]) * other[c];
+    square += static_cast<double>(step.q[c]) * step.q[c];
+  }
+  for (std::uint32_t c = 0; c < kDim; ++c) other[c] -= static_cast<float>(dot / square) * step.q[c];
+  aim(step.kv, other.data(), kFound, kFound + 1, 12.0);
+  for (std::uint32_t c = 0; c < kDim && weighs; ++c) behind[c] += other[c];
+  const FakeNear near(kTokens, kSinks, 0);
+  const auto heads_with = [&](std::span<const float> rows, const std::string& by) {
+    const auto policy = make_layer_policy(parse_policy(by), kShape, 16, LayerId{0});
+    policy->begin({.kv_head = 0, .tokens = kTokens - 1, .queries = 3, .last_q = step.last_q, .kv = &step.kv});
+    Selected selected;
+    policy->select(
+        {.kv_head = 0, .tokens = kTokens, .q = step.q.data(), .behind = rows, .near = &near.set, .kv = &step.kv},
+        selected.row, selected.bypass, selected.counters);
+    return selected.bypass.heads;
+  };
+  REQUIRE(heads_with({}, text + ",check=on") == 1u);
+  REQUIRE(heads_with(behind, text) == 1u);
+  REQUIRE(heads_with(behind, text + ",check=on") == (weighs ? 0u : 1u));
 }
 
 TEST_CASE("whether a bypass is checked is said where it is read", "[bypass][policy_text]") {

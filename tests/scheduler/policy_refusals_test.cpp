@@ -24,6 +24,7 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
   expect(complaint("psa | channels=9"), {"estimate candidates", "progressive do"});
   expect(complaint("pages:box | int4 | progressive=0.9,rule=certified"), {"bounds keys", "drop int4"});
   expect(complaint("pages | progressive=0.9 | bypass=0.8"), {"bypass works with"});
+  expect(complaint("exact | channels=9 | top_k=8 | bypass=0.8,check=on"), {"what keys weigh", "check=off"});
   expect(complaint("all | top_p=0.9"), {"write exact instead"});
   expect(complaint("none | int4"), {"name one"});
   expect(complaint("full | bypass=0.9"), {"does not search"});

@@ -119,9 +119,10 @@ TEST_CASE("large microbatches, up to one of all pages, have a mean and a median"
 
 TEST_CASE("scores that are no numbers weigh nothing, and their pages come last", "[backend][pages]") {
   const ProgressRule rule = GENERATE(ProgressRule::least, ProgressRule::mean, ProgressRule::median);
-  CAPTURE(rule);
+  const float softcap = GENERATE(0.f, 3.f);
+  CAPTURE(rule, softcap);
   const auto under_test = backend_under_test();
-  PageProblem problem({.sinks = 2, .recent = 40, .rule = rule});
+  PageProblem problem({.sinks = 2, .recent = 40, .rule = rule, .softcap = softcap});
   for (std::uint32_t token = 0; token < problem.tokens(); token += 3) problem.score(1, token) = kNotANumber;
   for (std::uint32_t page = 0; page < 200; page += 9) problem.page_score(page % 4, page) = kNotANumber;
   for (std::uint32_t token = 640; token < 672; ++token) problem.score(2, token) = -kInf;
@@ -129,6 +130,17 @@ TEST_CASE("scores that are no numbers weigh nothing, and their pages come last",
   // Of a head to which nothing is a number nothing is enough.
   for (std::uint32_t token = 0; token < problem.tokens(); ++token) problem.score(3, token) = kNotANumber;
   REQUIRE(chosen(*under_test, problem) == 199);  // The newest 40 tokens hold the last page.
+}
+
+TEST_CASE("a page without weight has none under a soft-cap either", "[backend][pages]") {
+  const float softcap = GENERATE(0.f, 3.f);
+  CAPTURE(softcap);
+  const auto under_test = backend_under_test();
+  PageProblem problem({.group = 1, .recent = 40, .microbatch = 1, .softcap = softcap});
+  for (std::uint32_t token = 640; token < 672; ++token) problem.score(0, token) = -kInf;
+  problem.page_score(0, 20) = 1'000.f;
+  // It comes first, and no page to come is taken to weigh more.
+  REQUIRE(chosen(*under_test, problem) == 1);
 }
 
 TEST_CASE("scores that are infinite, and one that outweighs all others", "[backend][pages]") {

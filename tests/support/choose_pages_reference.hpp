@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "tests/support/backend_under_test.hpp"
@@ -45,7 +46,7 @@ struct PageProblem {
   [[nodiscard]] double logit(std::uint32_t h, std::uint32_t token) const {
     const double x = static_cast<double>(scores[std::size_t{h} * tokens() + token]);
     const double cap = static_cast<double>(o.softcap);
-    return cap == 0.0 ? x : cap * std::tanh(x / cap);
+    return cap == 0.0 || x == -std::numeric_limits<double>::infinity() ? x : cap * std::tanh(x / cap);
   }
 
   Options o;

@@ -161,6 +161,7 @@ TEST_CASE("audits of policies of the CPU and of pages say what they attend by th
                                  "tactic:least=64,size=4",
                                  "pages:quest | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=9",
                                  "history | top_k=20 | near=0,sinks=4,recent=9 | bypass=0.7 | dense=1",
+                                 "exact | top_k=9 | near=0,sinks=4,recent=9 | bypass=0.5,check=on",
                                  "lfps",
                                  "pages:quest,budget=64 | top_k=all | near=0,sinks=4,recent=0 | bypass=0.5"};
   const auto [text, near] = GENERATE_COPY(grid(few<5>(kPolicies), std::array{0u, 9u}));

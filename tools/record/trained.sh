@@ -8,7 +8,7 @@
 
 harder='near_keys turns count multi table'
 # Of harder tasks: what a device chooses, what the CPU does, and baselines that came later.
-by_device='full;sluice;twilight;quest;tactic | int4;exact | int4 | top_k=max(64, 2%)'
+by_device='full;sluice;twilight;quest;tactic | int4;exact | int4 | top_k=max(64, 2%);sluice | top_k=max(64, 4%)'
 by_cpu='full;psa;lfps;topk;arkvale;magicpig;double_sparsity;vattention;streaming'
 by_later='full;adamas;adakv;snapkv;pyramidkv'
 thresholds='full;lfps | bypass=off'
