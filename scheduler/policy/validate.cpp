@@ -201,8 +201,8 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
             "channels and hadamard tell which keys come first, not what they weigh; write int4 instead, or use top_k");
   refuse_if(
       labelled && spec.bypass_threshold > 0.f && spec.bypass_checked,
-      "channels and hadamard do not tell what keys weigh, which a bypass that is checked asks; write int4 instead, "
-      "or check=off");
+      "channels and hadamard do not tell what keys weigh, which a bypass that is checked asks; drop them, or write "
+      "check=off");
   refuse_if(
       labelled && spec.uses(Source::history),
       "history learns from scores, and channels and hadamard only tell which keys come first; write int4 instead, "
