@@ -21,14 +21,16 @@ double squared_norm(const float* q, std::uint32_t head_dim) {
   return sum;
 }
 
-/// log(sum of exp) over rows [begin, end) of one column of `scores` [rows, group]; -inf if empty.
-double log_mass(const std::vector<float>& scores, std::uint32_t group, std::uint32_t h, std::size_t begin,
-                std::size_t end) {
+/// log(sum of exp) of column `h` of `scores` [rows, group]; -inf if there are no rows, NaN if one is no number.
+double log_mass(std::span<const float> scores, std::uint32_t group, std::uint32_t h) {
   double top = -std::numeric_limits<double>::infinity();
-  for (std::size_t i = begin; i < end; ++i) top = std::max<double>(top, scores[i * group + h]);
+  for (std::size_t i = h; i < scores.size(); i += group) {
+    if (std::isnan(scores[i])) return scores[i];
+    top = std::max<double>(top, scores[i]);
+  }
   if (!std::isfinite(top)) return top;
   double sum = 0.0;
-  for (std::size_t i = begin; i < end; ++i) sum += std::exp(scores[i * group + h] - top);
+  for (std::size_t i = h; i < scores.size(); i += group) sum += std::exp(scores[i] - top);
   return top + std::log(sum);
 }
 
@@ -145,8 +147,9 @@ std::uint32_t SinkBypass::test_row(const Row& row, const HeadContext& head, floa
     if (spread_[h] < 0.0) continue;
     const Logits estimate = logits(h, row.q + std::size_t{h} * head_dim_);
     if (!(estimate.variance <= kTrustedVariance)) continue;  // NaN too.
-    const double sink = log_mass(probe.scores, group_, h, 0, sinks_);
-    const double local_mass = log_mass(probe.scores, group_, h, sinks_, probe.tokens.size());
+    const std::span<const float> scores = probe.scores;
+    const double sink = log_mass(scores.first(std::size_t{sinks_} * group_), group_, h);
+    const double local_mass = log_mass(scores.subspan(std::size_t{sinks_} * group_), group_, h);
     const double rest = std::max(local_mass, std::log(off) + estimate.mean + estimate.variance / 2);
     sink_mass_[(row.tokens - head.tokens) * group_ + h] = sink;
     if (!holds(sink, rest)) continue;
@@ -162,11 +165,11 @@ bool SinkBypass::holds(double sink, double rest) const noexcept {
   return 1.0 / (1.0 + std::exp(rest - sink)) > threshold_;
 }
 
-std::uint32_t SinkBypass::confirm(std::uint32_t row, std::span<const double> lse, Bypass& bypass) const {
+void SinkBypass::confirm(std::uint32_t row, std::span<const float> scores, Bypass& bypass) const {
   for (std::uint32_t h = 0; h < group_; ++h) {
-    if ((bypass.heads >> h & 1) != 0 && !holds(sink_mass_[row * group_ + h], lse[h])) bypass.heads &= ~(1u << h);
+    if ((bypass.heads >> h & 1) == 0) continue;
+    if (!holds(sink_mass_[row * group_ + h], log_mass(scores, group_, h))) bypass.heads &= ~(1u << h);
   }
-  return bypass.heads;
 }
 
 }  // namespace sluice::scheduler

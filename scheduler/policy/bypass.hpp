@@ -37,10 +37,9 @@ class SinkBypass {
   [[nodiscard]] std::uint32_t test(const HeadContext& head, Bypass& bypass, SelectCounters& counters);
 
   /// Takes back from `bypass` the heads whose scored candidates beyond the sinks weigh so much that these no longer
-  /// hold the threshold; `lse[h]` is the log-sum-exp of the candidates' scores by the query of row `row` of the newest
-  /// test: 0 is that of `head`, the others those behind. Returns the heads that are left. What no candidate is stays
-  /// unseen.
-  std::uint32_t confirm(std::uint32_t row, std::span<const double> lse, Bypass& bypass) const;
+  /// hold the threshold; `scores` [candidates, group] are by the query of row `row` of the newest test: 0 is that of
+  /// `head`, the others those behind. A score that is no number takes its head back. What no candidate is stays unseen.
+  void confirm(std::uint32_t row, std::span<const float> scores, Bypass& bypass) const;
 
   /// Estimates for one query of head `h`: mean logit and log-normal variance over the prompt's offloaded keys.
   struct Logits {

@@ -147,21 +147,6 @@ std::span<const float> ScoredSet::scores_by(const float* q, KvReader& kv, std::u
   return out;
 }
 
-double ScoredSet::log_sum(std::span<const float> scores, std::uint32_t h, std::uint32_t group,
-                          std::uint32_t begin) const {
-  const auto first = static_cast<std::size_t>(std::ranges::lower_bound(tokens_, begin) - tokens_.begin());
-  double top = -std::numeric_limits<double>::infinity();
-  for (std::size_t i = first; i < tokens_.size(); ++i) {
-    const double score = scores[i * group + h];
-    if (std::isnan(score)) return score;
-    top = std::max(top, score);
-  }
-  if (!std::isfinite(top)) return top;
-  double sum = 0.0;
-  for (std::size_t i = first; i < tokens_.size(); ++i) sum += std::exp(scores[i * group + h] - top);
-  return top + std::log(sum);
-}
-
 std::span<const float> ScoredSet::log_sums(std::uint32_t group, std::vector<float>& out) const {
   out.assign(group, -std::numeric_limits<float>::infinity());
   for (std::uint32_t h = 0; h < group; ++h) {

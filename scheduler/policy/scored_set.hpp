@@ -82,10 +82,6 @@ class ScoredSet {
   void drop(std::uint32_t heads) noexcept;
   /// Scores of the same tokens, read or estimated as the set's own were, by other queries; written to `out`.
   std::span<const float> scores_by(const float* q, KvReader& kv, std::uint32_t group, std::vector<float>& out) const;
-  /// Log-sum-exp of query head `h`'s `scores` of all tokens from `begin` on, whoever's candidates they are; -inf: none.
-  /// NaN if one is no number.
-  [[nodiscard]] double log_sum(std::span<const float> scores, std::uint32_t h, std::uint32_t group,
-                               std::uint32_t begin) const;
   /// Log-sum-exp of every query head's scores, written to `out`.
   std::span<const float> log_sums(std::uint32_t group, std::vector<float>& out) const;
   /// United candidates, and how many of them were near; near ones count even if they were dropped.

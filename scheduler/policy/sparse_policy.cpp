@@ -3,7 +3,6 @@
 // unite freely.
 
 #include <algorithm>
-#include <array>
 #include <memory>
 #include <span>
 #include <vector>
@@ -220,11 +219,11 @@ class SparsePolicy final : public LayerPolicy {
   /// Of the heads that would be bypassed those whose candidates weigh little, to the rows behind as well, are, and take
   /// no further part.
   void confirm_bypass(const HeadContext& context, SparseHead& head, Bypass& bypass, SelectCounters& counters) const {
-    std::array<double, kMostGroup> lse{};
+    const std::span<const std::uint32_t> tokens = head.scored.tokens();
+    const auto sinks =
+        static_cast<std::size_t>(std::ranges::lower_bound(tokens, spec_.near.sink_tokens) - tokens.begin());
     const auto confirm = [&](std::uint32_t row, std::span<const float> scores) {
-      for (std::uint32_t h = 0; h < group_; ++h)
-        lse[h] = head.scored.log_sum(scores, h, group_, spec_.near.sink_tokens);
-      head.bypass->confirm(row, std::span(lse).first(group_), bypass);
+      head.bypass->confirm(row, scores.subspan(sinks * group_), bypass);
     };
     confirm(0, head.scored.scores());
     const auto behind = static_cast<std::uint32_t>(bypass.lse.size() / group_ - 1);

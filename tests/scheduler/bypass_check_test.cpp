@@ -78,19 +78,22 @@ TEST_CASE("a bypass that is checked bypasses nobody where a score is no number",
   REQUIRE(Step(kTopK + ",check=on", std::numeric_limits<double>::quiet_NaN()).selected.bypass.heads == 0u);
 }
 
-TEST_CASE("what was found weighs no number if the score of all of it is none", "[bypass]") {
-  FakeKv kv = FakeKv::random(kTokens, kDim, kGroup, 1);
-  kv.k[kFound * kDim] = std::numeric_limits<float>::quiet_NaN();
-  TokenSet found;
-  found.reset(kTokens);
-  found.add_range(kFound, kFound + 1);
+TEST_CASE("a head is taken back by what a lone candidate weighs, be it no number, and by none if there is none",
+          "[bypass]") {
+  Step step(kTopK, 0.0);
+  SinkBypass bypass(0.85f, kShape, kSinks, kLocal);
+  bypass.begin({.kv_head = 0, .tokens = kTokens - 1, .queries = 3, .last_q = step.last_q, .kv = &step.kv});
   const FakeNear near(kTokens, kSinks, 0);
-  ScoredSet scored;
-  scored.collect({.sets = std::span(&found, 1), .active = 1, .shared = true}, near.set);
-  scored.score(kv, random_queries(kGroup, kDim, 8).data(), kGroup);
-  REQUIRE(scored.size() == 1);
-  REQUIRE(std::isnan(scored.log_sum(scored.scores(), 0, kGroup, kSinks)));
-  REQUIRE(scored.log_sum(scored.scores(), 0, kGroup, kTokens) == -std::numeric_limits<double>::infinity());
+  const auto left = [&](const std::vector<float>& scores) {
+    Bypass out = tested(bypass, step.kv, step.q, kTokens, near);
+    REQUIRE(out.heads == 1u);
+    bypass.confirm(0, scores, out);
+    return out.heads;
+  };
+  REQUIRE(left({}) == 1u);
+  REQUIRE(left({-std::numeric_limits<float>::infinity(), 40.f}) == 1u);  // What head 1 scores is not asked.
+  REQUIRE(left({12.f, 0.f}) == 0u);
+  REQUIRE(left({std::numeric_limits<float>::quiet_NaN(), 0.f}) == 0u);
 }
 
 TEST_CASE("a bypass that is checked looks at what was found by the queries of rows behind, too", "[bypass]") {
