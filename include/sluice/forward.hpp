@@ -287,6 +287,9 @@ struct ForwardState {
   std::uint64_t fetching_ns = 0;       ///< when it began to wait for what the CPU chooses, by the device's clock
   std::uint32_t near_rows = 0;         ///< that hold something, of all planes
   std::uint64_t promoted = 0;          ///< rows brought near so far
+  std::uint64_t drawn_heads = 0;       ///< as in EngineStats
+  std::uint64_t error_bars = 0;
+  std::uint64_t wide_bars = 0;
   std::uint64_t near_tokens = 0;       ///< attended so far, by all rows that choose, layers and KV heads
   std::uint64_t far_tokens = 0;        ///< likewise, that the CPU was told of
   std::uint64_t fetched_tokens = 0;    ///< likewise, over the link, by the device
@@ -339,6 +342,9 @@ struct ForwardMailbox {
     std::uint64_t forward = 0;      ///< newest that ended; written after everything else
     std::uint64_t good = 0;         ///< newest that got to its end
     std::uint64_t unplanned = 0;    ///< replays without a plan so far
+    std::uint64_t drawn_heads = 0;  ///< as in EngineStats
+    std::uint64_t error_bars = 0;
+    std::uint64_t wide_bars = 0;
     std::uint64_t near_tokens = 0;  ///< as in ForwardState
     std::uint64_t far_tokens = 0;
     std::uint64_t fetched_tokens = 0;

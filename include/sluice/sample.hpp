@@ -75,6 +75,12 @@ struct DrawThresholds {
   float least_drawn = -std::numeric_limits<float>::infinity();   ///< the M-th
 };
 
+/// Error bars in millionths: beyond a million times the sum they say no more.
+struct ErrorBar {
+  static constexpr float kMost = 1e6f;
+  static constexpr std::uint32_t kWide = 100'000;  ///< 10%
+};
+
 /// The exponential number that a draw is: -ln(1 - u).
 [[nodiscard]] inline float exponential_draw(std::uint32_t head_key, std::uint32_t token) noexcept {
   return -std::log1p(-HeadDraws::uniform(HeadDraws::bits(head_key, token)));
