@@ -20,6 +20,7 @@ from sluice.serving.metrics import Metrics
 from sluice.serving.process import Answers, EngineLost, EngineProcess, Ready
 from sluice.serving.protocol import MOST_CHOICES, ChatRequest, CompletionRequest, Refused
 from sluice.serving.requests import Chosen, Event
+from sluice.serving.tokens import TokenBytes
 
 _LEAST_LONGEST = 16  # Characters: some texts become shorter before they become tokens.
 _T = TypeVar("_T")
@@ -41,6 +42,7 @@ class Answering:
     def __init__(self, engine: EngineProcess, ready: Ready, tokenizer: Any, front: Front) -> None:
         self.engine, self.metrics = engine, Metrics(lambda: engine.status)
         self._ready, self._tokenizer, self._front = ready, tokenizer, front
+        self._tokens = TokenBytes(tokenizer)
         # One thread: tokenizers are not to be used by two at once.
         self._reader = ThreadPoolExecutor(1, "sluice-tokenizer")
         self._places = 0  # Of requests whose prompts are being read.
@@ -114,7 +116,7 @@ class Answering:
             except EngineLost:
                 self.metrics.requests.labels("failed").inc()
                 raise
-        form = Form(self._front.name, chat, self._tokenizer, samplings[0][0].logprobs is not None)
+        form = Form(self._front.name, chat, self._tokens, samplings[0][0].logprobs is not None)
         counted = Counted(self.metrics, tokens, wants.n)
         if not wants.stream:
             return await unless_gone(request, whole(answers, form, counted)) or Response(status_code=499)
