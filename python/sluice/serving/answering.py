@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
+from sluice.errors import InvalidArgument
 from sluice.serving.answers import Form
 from sluice.serving.guard import Answer, encoded
 from sluice.serving.metrics import Metrics
 from sluice.serving.process import Answers, EngineLost, EngineProcess, Ready
 from sluice.serving.protocol import MOST_CHOICES, ChatRequest, CompletionRequest, Refused
 from sluice.serving.requests import Chosen, Event
+from sluice.serving.template import rendered
 from sluice.serving.tokens import TokenBytes
 
 _LEAST_LONGEST = 16  # Characters: some texts become shorter before they become tokens.
@@ -81,8 +83,7 @@ class Answering:
                           param="chat_template_kwargs")
 
         def tokens() -> list[int]:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False,
-                                                       **wants.chat_template_kwargs)
+            text = rendered(self._tokenizer, messages, **wants.chat_template_kwargs)
             self._check_length(text, "messages")
             return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -91,6 +92,8 @@ class Answering:
                 return [await self._read(tokens)]
             except Refused:
                 raise
+            except InvalidArgument as error:
+                raise Refused(400, str(error), param="messages") from None
             except Exception as error:  # Templates are programs, and refuse messages by raising what they like.
                 raise Refused(400, f"the model's chat template does not take these messages: {error}",
                               param="messages") from None
