@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.errors import Error, InvalidArgument
-from sluice.serving.arguments import CannotLoad, add_engine, add_sampling, number, settings_of, size
+from sluice.serving.arguments import GGUF, CannotLoad, add_engine, add_sampling, number, settings_of, size
 from sluice.serving.child import exit_at_once, exit_of_rank
 from sluice.serving.process import EngineLost, EngineProcess
 from sluice.serving.ranks import Disagreed, Launch
@@ -94,8 +94,8 @@ def api_key(arguments: argparse.Namespace) -> str | None:
 
 
 def name_of(model: str) -> str:
-    """The folder's, even if that is called "." or ends with a slash."""
-    return Path(model).resolve().name
+    """The folder's, even if that is called "." or ends with a slash, or the file's."""
+    return Path(model).resolve().name.removesuffix(GGUF)
 
 
 def follow(arguments: argparse.Namespace) -> int:
@@ -141,7 +141,9 @@ def serve(arguments: argparse.Namespace) -> int:
         try:
             ready = engine.ready()
         except EngineLost as error:
-            raise CannotLoad(" ".join(str(error).removeprefix("CannotLoad: ").split())) from None
+            failed = CannotLoad(" ".join(str(error).split()))
+            failed.exit_code = error.exit_code
+            raise failed from None
         name = arguments.name or name_of(arguments.model)
         front = Front(name, arguments.queue, key, arguments.max_body)
         app = create_app(engine, ready, tokenizer, front)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 from sluice.errors import InvalidArgument
-from sluice.serving.arguments import CannotLoad
+from sluice.serving.arguments import CannotLoad, NotInstalled, source
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
 from sluice.serving.process import Ready, Settings
@@ -32,18 +33,31 @@ def _loading(what: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CannotLoad(f"{what} cannot be loaded{remedy}: {' '.join(str(error).split())}") from error
+        told = f"{what} cannot be loaded{remedy}: {' '.join(str(error).split())}"
+        raise (NotInstalled if isinstance(error, ImportError) else CannotLoad)(told) from error
+
+
+def _check_gguf(model: str) -> None:
+    """@throws NotInstalled if the model is a file of GGUF and nothing here reads it"""
+    if source(model)[1] and importlib.util.find_spec("gguf") is None:
+        raise NotInstalled(f"{model} is read by the package gguf, which is not installed: pip install "
+                           "'./python[gguf]', in Sluice's sources, has it")
 
 
 def load_tokenizer(model: str) -> Any:
+    _check_gguf(model)
+    place, file = source(model)
     # transformers advises to install packages, also where there is no tokenizer at all.
-    with _loading(f"the tokenizer of {model}", "; its files, such as tokenizer.json, must be beside the model"):
-        return transformers.AutoTokenizer.from_pretrained(model)
+    remedy = "" if file else "; its files, such as tokenizer.json, must be beside the model"
+    with _loading(f"the tokenizer of {model}", remedy):
+        return transformers.AutoTokenizer.from_pretrained(place, **file)
 
 
 def load_config(model: str) -> transformers.PreTrainedConfig:
+    _check_gguf(model)
+    place, file = source(model)
     with _loading(f"the configuration of {model}"):
-        return transformers.AutoConfig.from_pretrained(model)
+        return transformers.AutoConfig.from_pretrained(place, **file)
 
 
 def _damaged(model: str) -> str | None:
@@ -65,14 +79,16 @@ def load_model(model: str, dtype: str, **options: Any) -> transformers.PreTraine
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     try:
+        _check_gguf(model)
+        place, file = source(model)
         with _loading(f"the model {model}"):
             return transformers.AutoModelForCausalLM.from_pretrained(
-                model, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **options)
+                place, **file, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **options)
     except CannotLoad as error:
         damaged = _damaged(model)  # Not before: a folder may have files that the model does without.
         if damaged is None:
             raise
-        raise CannotLoad(f"{error}; {damaged}") from error
+        raise type(error)(f"{error}; {damaged}") from error
 
 
 def end_ids(model: transformers.PreTrainedModel, tokenizer: Any = None) -> frozenset[int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sluice.errors import Error
-from sluice.serving.child import BEAT_S, main as _main
+from sluice.serving.child import BEAT_S, NotLoaded, main as _main
 from sluice.serving.requests import Event, Request, Sampling, Status
 
 
@@ -89,8 +89,10 @@ class EngineProcess:
         except (EOFError, OSError):
             self._process.join(5)
             raise EngineLost(self._exit()) from None
-        if isinstance(said, str):
-            raise EngineLost(said)
+        if isinstance(said, NotLoaded):
+            failed = EngineLost(said.why)
+            failed.exit_code = said.exit_code
+            raise failed
         self._heard = time.monotonic()
         return said
 
