@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice.errors import Corrupt, Error, InvalidArgument, NotFound, OutOfCapacity
+from sluice.serving.arguments import GGUF
 
 if TYPE_CHECKING:
     from sluice.serving.model import PackedModel
@@ -138,13 +139,14 @@ class Session:
 
 
 def signature(model: str) -> str:
-    """Of a folder, samples of its weights, and its configuration; of any other name, itself."""
-    folder = Path(model)
-    if not folder.is_dir():
+    """Of a folder, samples of its weights, and its configuration; of a file likewise; of any other name, itself."""
+    place = Path(model)
+    if not place.exists():
         return model
     digest = hashlib.sha256()
-    for file in sorted(each for each in folder.iterdir()
-                       if each.suffix in (".safetensors", ".bin") or each.name == "config.json"):
+    files = place.iterdir() if place.is_dir() else [place]
+    for file in sorted(each for each in files
+                       if each.suffix in (".safetensors", ".bin", GGUF) or each.name == "config.json"):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as content:

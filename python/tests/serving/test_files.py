@@ -15,6 +15,7 @@ from sluice.__main__ import main
 from sluice.serving.arguments import CannotLoad, NotInstalled, check_folder
 from sluice.serving.command import name_of
 from sluice.serving.load import end_ids, load_config, load_model, load_tokenizer
+from sluice.serving.sessions import signature
 from small import bare_model, tokenizer
 from test_command import Done, answer_to, here  # noqa: F401  (a fixture)
 from waiting import DEADLINE_S
@@ -102,3 +103,11 @@ def test_packages_of_quantised_models_that_are_missing(folder: Path, tmp_path: P
     served = subprocess.run([sys.executable, "-m", "sluice", "serve", "--model", str(quantised), "--port", "0",
                              "--device", "cpu"], capture_output=True, text=True, timeout=DEADLINE_S)
     assert served.returncode == 3 and package in served.stderr and served.stderr.startswith("sluice: the model")
+
+
+def test_sessions_know_a_file_by_its_weights(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.gguf", tmp_path / "other.gguf"
+    one.write_bytes(b"GGUF one")
+    other.write_bytes(b"GGUF two")
+    assert len({signature(str(one)), signature(str(other)), str(one), str(other)}) == 4
+    assert signature("some/name") == "some/name"
