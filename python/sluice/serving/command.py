@@ -137,7 +137,7 @@ def serve(arguments: argparse.Namespace) -> int:
     engine.start()
     try:
         # Both take seconds, at the same time.
-        tokenizer = load_tokenizer(arguments.model)
+        tokenizer = load_tokenizer(arguments.model, arguments.trust_remote_code)
         try:
             ready = engine.ready()
         except EngineLost as error:

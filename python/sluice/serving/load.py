@@ -30,18 +30,22 @@ def _loading(what: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CannotLoad(f"{what} cannot be loaded{remedy}: {' '.join(str(error).split())}") from error
+        text = " ".join(str(error).split())
+        if "trust_remote_code" in text:
+            raise CannotLoad(f"{what} cannot be loaded: the model brings Python code of its own, which would run with "
+                             "all your rights; read it, and if you trust it give --trust-remote-code") from error
+        raise CannotLoad(f"{what} cannot be loaded{remedy}: {text}") from error
 
 
-def load_tokenizer(model: str) -> Any:
+def load_tokenizer(model: str, trust_remote_code: bool = False) -> Any:
     # transformers advises to install packages, also where there is no tokenizer at all.
     with _loading(f"the tokenizer of {model}", "; its files, such as tokenizer.json, must be beside the model"):
-        return transformers.AutoTokenizer.from_pretrained(model)
+        return transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
 
 
-def load_config(model: str) -> transformers.PreTrainedConfig:
+def load_config(model: str, trust_remote_code: bool = False) -> transformers.PreTrainedConfig:
     with _loading(f"the configuration of {model}"):
-        return transformers.AutoConfig.from_pretrained(model)
+        return transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
 
 
 def _damaged(model: str) -> str | None:
@@ -58,14 +62,17 @@ def _damaged(model: str) -> str | None:
     return None
 
 
-def load_model(model: str, dtype: str, **options: Any) -> transformers.PreTrainedModel:
-    """`dtype`: auto, or torch's name of one."""
+def load_model(model: str, dtype: str, trust_remote_code: bool = False,
+               **options: Any) -> transformers.PreTrainedModel:
+    """`dtype`: auto, or torch's name of one. `trust_remote_code`: Python files of the model's may run. In all loading
+    here that is said, never left out: transformers would ask on standard input, and take any line for an answer."""
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     try:
         with _loading(f"the model {model}"):
             return transformers.AutoModelForCausalLM.from_pretrained(
-                model, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **options)
+                model, dtype=dtype if dtype == "auto" else getattr(torch, dtype), trust_remote_code=trust_remote_code,
+                **options)
     except CannotLoad as error:
         damaged = _damaged(model)  # Not before: a folder may have files that the model does without.
         if damaged is None:
@@ -84,7 +91,7 @@ def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.Generati
     options = {"context": settings.context, "sequences": settings.sequences, "prefill_rows": settings.prefill_rows,
                "graphs": settings.graphs, **settings.options}
     if launch.ranks == 1:
-        model = load_model(settings.model, settings.dtype).to(settings.device)
+        model = load_model(settings.model, settings.dtype, settings.trust_remote_code).to(settings.device)
         packed = PackedModel(model, settings.policy, settings.host_bytes, compile=settings.compile, **options)
         return packed, model.generation_config
     if settings.compile:
@@ -92,7 +99,7 @@ def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.Generati
     ranks = join(launch, settings.device, settings.silence_s)
     model, error = None, None
     try:
-        model = load_model(settings.model, settings.dtype,
+        model = load_model(settings.model, settings.dtype, settings.trust_remote_code,
                            distributed_config=DistributedConfig(tp_size=launch.ranks))
     except CannotLoad as failed:
         error = failed
@@ -114,8 +121,8 @@ def load_loop(settings: Settings) -> tuple[Loop, Ready]:
     for what, why in (("CUDA graphs", packed.graphs_failed), ("torch.compile", packed.compile_failed)):
         if why is not None:
             print(f"sluice: forwards run without {what}: {why}", file=sys.stderr, flush=True)
-    loop = Loop(packed, load_tokenizer(settings.model), end_ids=end_ids(generation), prefix=settings.prefix,
-                slowdown=settings.slowdown)
+    loop = Loop(packed, load_tokenizer(settings.model, settings.trust_remote_code), end_ids=end_ids(generation),
+                prefix=settings.prefix, slowdown=settings.slowdown)
     # Only what the model's makers wrote: others are the protocol's.
     told = generation.to_diff_dict()
     defaults = {name: told[name] for name in _DEFAULTS if told.get(name) is not None}
