@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -18,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice.errors import Corrupt, Error, InvalidArgument, NotFound, OutOfCapacity
+from sluice.serving.digests import digest_of_model
 
 if TYPE_CHECKING:
     from sluice.serving.model import PackedModel
 
 _OURS, _LONGEST = re.compile(rb"sluice session, process (\d+)\n"), 64  # What locks say, and bytes of it at most.
 _EMPTY_S = 1.0  # From when a lock is made to when it says so, at most.
-_SAMPLES, _SAMPLE = 64, 64 << 10  # Pieces of a file of weights that stand for all of it, and bytes of each.
 
 
 @contextlib.contextmanager
@@ -201,20 +200,9 @@ class Session:
 
 
 def signature(model: str) -> str:
-    """Of a folder, samples of its weights, and its configuration; of any other name, itself."""
+    """Of a folder, the digest of all its weights and its configuration; of any other name, itself."""
     folder = Path(model)
-    if not folder.is_dir():
-        return model
-    digest = hashlib.sha256()
-    for file in sorted(each for each in folder.iterdir()
-                       if each.suffix in (".safetensors", ".bin") or each.name == "config.json"):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as content:
-            for sample in range(_SAMPLES):  # From the beginning to the end; of a small file, all of it.
-                content.seek(sample * max(_SAMPLE, (size - _SAMPLE) // (_SAMPLES - 1)))
-                digest.update(content.read(_SAMPLE))
-    return digest.hexdigest()
+    return digest_of_model(folder) if folder.is_dir() else model
 
 
 class Conversation:
