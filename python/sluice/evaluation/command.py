@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace, policies: Sequence[str], options: dict[st
     setup = _load(arguments, config, options)
     for policy in policies:
         check(setup, policy, most)
-    rules = dataclasses.replace(rules, ends=end_ids(setup.model.generation_config))
+    rules = dataclasses.replace(rules, ends=end_ids(setup.model, vocabulary().tokenizer if arguments.chat else None))
     progress = Progress((len(windows) + len(tasks)) * (1 + len(policies)))
     try:
         return {"command": "eval", "config": _config_of(arguments, setup, policies), "versions": _versions(),

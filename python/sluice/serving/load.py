@@ -20,6 +20,8 @@ from sluice.serving.model import PackedModel
 from sluice.serving.process import Ready, Settings
 from sluice.serving.ranks import START_S, Launch, join
 from sluice.serving.sharded import ShardedModel
+from sluice.serving.template import turn_ends
+from sluice.serving.tokens import TokenBytes
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
@@ -80,20 +82,30 @@ def load_model(model: str, dtype: str, trust_remote_code: bool = False,
         raise CannotLoad(f"{error}; {damaged}") from error
 
 
-def end_ids(generation: transformers.GenerationConfig) -> frozenset[int]:
-    """Tokens with which a model ends an answer."""
-    ends = generation.eos_token_id
-    return frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
+def end_ids(model: transformers.PreTrainedModel, tokenizer: Any = None) -> frozenset[int]:
+    """Tokens with which a model ends an answer: as its generation_config has them, and of special tokens that of its
+    configuration, the tokenizer's and the one that ends turns in the chat template."""
+    def listed(ends: Any) -> set[int]:
+        return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+
+    ends = listed(model.generation_config.eos_token_id)
+    if tokenizer is not None:
+        # Where a configuration says nothing, its class may have a number of another vocabulary.
+        special = TokenBytes(tokenizer).is_special
+        config = model.config.get_text_config(decoder=True)
+        ends |= set(filter(special, listed(config.eos_token_id) | listed(model.config.eos_token_id)))
+        ends |= listed(tokenizer.eos_token_id) | turn_ends(tokenizer)
+    return frozenset(ends)
 
 
-def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.GenerationConfig]:
+def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.PreTrainedModel]:
     launch = Launch.of_environment()
     options = {"context": settings.context, "sequences": settings.sequences, "prefill_rows": settings.prefill_rows,
                "graphs": settings.graphs, **settings.options}
     if launch.ranks == 1:
         model = load_model(settings.model, settings.dtype, settings.trust_remote_code).to(settings.device)
         packed = PackedModel(model, settings.policy, settings.host_bytes, compile=settings.compile, **options)
-        return packed, model.generation_config
+        return packed, model
     if settings.compile:
         raise InvalidArgument("--compile: a model that several processes share is not compiled; leave it out")
     ranks = join(launch, settings.device, settings.silence_s)
@@ -105,7 +117,7 @@ def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.Generati
         error = failed
     ranks.agree(error=error, timeout_s=START_S)
     packed = ShardedModel(model, settings.policy, settings.host_bytes, ranks=ranks, **options)
-    return packed, model.generation_config
+    return packed, model
 
 
 def load_follower(settings: Settings) -> ShardedModel:
@@ -117,13 +129,14 @@ def load_follower(settings: Settings) -> ShardedModel:
 
 def load_loop(settings: Settings) -> tuple[Loop, Ready]:
     """Loads model and tokenizer, and builds the engine."""
-    packed, generation = _load_packed(settings)
+    packed, model = _load_packed(settings)
     for what, why in (("CUDA graphs", packed.graphs_failed), ("torch.compile", packed.compile_failed)):
         if why is not None:
             print(f"sluice: forwards run without {what}: {why}", file=sys.stderr, flush=True)
-    loop = Loop(packed, load_tokenizer(settings.model, settings.trust_remote_code), end_ids=end_ids(generation),
-                prefix=settings.prefix, slowdown=settings.slowdown)
+    tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
+    loop = Loop(packed, tokenizer, end_ids=end_ids(model, tokenizer), prefix=settings.prefix,
+                slowdown=settings.slowdown)
     # Only what the model's makers wrote: others are the protocol's.
-    told = generation.to_diff_dict()
+    told = model.generation_config.to_diff_dict()
     defaults = {name: told[name] for name in _DEFAULTS if told.get(name) is not None}
     return loop, Ready(loop.limit, defaults, packed.vocabulary, packed.engine.memory().near_pages)
