@@ -22,6 +22,7 @@ from sluice.serving.ranks import START_S, Launch, join
 from sluice.serving.sharded import ShardedModel
 from sluice.serving.template import turn_ends
 from sluice.serving.tokens import TokenBytes
+from sluice.serving.weights import refuse_incomplete
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
@@ -31,12 +32,25 @@ def _loading(what: str, remedy: str = "") -> Iterator[None]:
     """Whatever transformers raises becomes a line."""
     try:
         yield
+    except CannotLoad:
+        raise
     except Exception as error:
         text = " ".join(str(error).split())
         if "trust_remote_code" in text:
             raise CannotLoad(f"{what} cannot be loaded: the model brings Python code of its own, which would run with "
                              "all your rights; read it, and if you trust it give --trust-remote-code") from error
         raise CannotLoad(f"{what} cannot be loaded{remedy}: {text}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers writes tables of what it makes up, which is refused here in a line."""
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(before)
 
 
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> Any:
@@ -71,10 +85,12 @@ def load_model(model: str, dtype: str, trust_remote_code: bool = False,
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     try:
-        with _loading(f"the model {model}"):
-            return transformers.AutoModelForCausalLM.from_pretrained(
+        with _loading(f"the model {model}"), _quiet():
+            made, told = transformers.AutoModelForCausalLM.from_pretrained(
                 model, dtype=dtype if dtype == "auto" else getattr(torch, dtype), trust_remote_code=trust_remote_code,
-                **options)
+                output_loading_info=True, ignore_mismatched_sizes=True, **options)
+            refuse_incomplete(model, made, told)
+            return made
     except CannotLoad as error:
         damaged = _damaged(model)  # Not before: a folder may have files that the model does without.
         if damaged is None:

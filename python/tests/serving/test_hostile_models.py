@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 import sluice
+import torch
+from safetensors.torch import load_file, save_file
+from sluice.serving.arguments import CannotLoad
+from sluice.serving.load import load_model
 from test_command import Done, answer_to, here  # noqa: F401: a fixture
 
 CODE = '''
@@ -82,6 +86,52 @@ def test_code_that_is_trusted_runs(here: Callable[..., Done], with_code: Callabl
     done = here("run", "--prompt", "the cat", "--model", str(with_code("model")), "--trust-remote-code")
     assert (done.returncode, done.stdout) == (0, answer_to("the cat") + "\n"), done.stderr
     assert (tmp_path / "ran").exists()
+
+
+@pytest.fixture
+def with_weights(folder: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of the model with other weights."""
+    def make(change: Callable[[dict[str, torch.Tensor]], object], pickled: bool) -> Path:
+        path = tmp_path / "weights"
+        shutil.copytree(folder, path)
+        file = next(path.glob("*.safetensors"))
+        weights = load_file(file)
+        change(weights)
+        if pickled:
+            file.unlink()
+            torch.save(weights, path / "pytorch_model.bin")
+        else:
+            save_file(weights, file, {"format": "pt"})
+        return path
+
+    return make
+
+
+_NORM, _DOWN = "model.layers.1.input_layernorm.weight", "model.layers.2.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda weights: weights.pop(_NORM), f"lacks weights: {_NORM}; "),
+    (lambda weights: [weights.pop(key) for key in list(weights) if ".mlp." in key],
+     "lacks weights: model.layers.0.mlp.down_proj.weight, .* and 6 more"),
+    (lambda weights: weights.update({"model.layers.3.mlp.up_proj.weight": weights[_DOWN].clone()}),
+     "no place for: model.layers.3.mlp.up_proj.weight"),
+    (lambda weights: weights.update({_DOWN: weights[_DOWN].view(torch.int32)}), f"type .*: {_DOWN} as I32|int32"),
+    (lambda weights: weights.update({_DOWN: weights[_DOWN][:-1].clone()}), f"shape: {_DOWN} is 63x128 and .* 64x128"),
+])
+def test_weights_that_are_not_the_models(with_weights: Callable[..., Path], change: Callable[..., object], words: str,
+                                         pickled: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CannotLoad, match=words):
+        load_model(str(with_weights(change, pickled)), "auto")
+    assert capfd.readouterr() == ("", "")  # It is all in the error.
+
+
+def test_tables_of_rotary_positions_are_no_weights(with_weights: Callable[..., Path]) -> None:
+    """Older models have them, and they follow from the configuration."""
+    path = with_weights(lambda weights: weights.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
+                        False)
+    assert load_model(str(path), "auto").config.vocab_size > 0
 
 
 def test_all_that_loads_says_whether_code_may_run() -> None:
