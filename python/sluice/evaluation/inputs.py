@@ -47,13 +47,13 @@ class Bytes:
 class Tokenizer:
     """Of a model with a tokenizer of transformers."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, trust_remote_code: bool = False) -> None:
         """@throws CannotLoad if there is none"""
         from sluice.serving.arguments import CannotLoad
         from sluice.serving.load import load_tokenizer
 
         try:
-            self.tokenizer = load_tokenizer(name)
+            self.tokenizer = load_tokenizer(name, trust_remote_code)
         except CannotLoad as error:
             raise CannotLoad(f"{error}. --tokenizer DIR names another folder, and --tokenizer bytes is for models "
                              "whose tokens are bytes; tasks of token ids need none") from None

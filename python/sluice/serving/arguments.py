@@ -82,6 +82,8 @@ def add_model(parser: argparse.ArgumentParser, near: str) -> None:
     add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
     add("--dtype", default=Settings.dtype, choices=("auto", "float32", "float16", "bfloat16"),
         help="of the model (as it was saved)")
+    add("--trust-remote-code", action="store_true", help="Python files of the model's may run; without it a model that "
+        "needs them is refused")
     add("--kv-dtype", choices=("f32", "f16", "bf16", "fp8_e4m3"), help="of keys and values in memory; fp8_e4m3: half "
         "the host memory, rounded to 8 bits (the model's)")
     add("--option", type=option, action="append", default=[], metavar="NAME=VALUE",
@@ -135,6 +137,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     return Settings(model=arguments.model, policy=arguments.policy, host_bytes=arguments.host_bytes,
                     context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,
                     slowdown=arguments.slowdown, device=device, dtype=arguments.dtype,
+                    trust_remote_code=arguments.trust_remote_code,
                     graphs=arguments.graphs, compile=arguments.compile, prefix=not arguments.no_prefix_cache,
                     silence_s=getattr(arguments, "silence", Settings.silence_s), options=options)
 

@@ -23,6 +23,7 @@ from sluice.serving.ranks import START_S, Launch, join
 from sluice.serving.sharded import ShardedModel
 from sluice.serving.template import turn_ends
 from sluice.serving.tokens import TokenBytes
+from sluice.serving.weights import refuse_incomplete
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
@@ -32,9 +33,26 @@ def _loading(what: str, remedy: str = "") -> Iterator[None]:
     """Whatever transformers raises becomes a line."""
     try:
         yield
+    except CannotLoad:
+        raise
     except Exception as error:
-        told = f"{what} cannot be loaded{remedy}: {' '.join(str(error).split())}"
-        raise (NotInstalled if isinstance(error, ImportError) else CannotLoad)(told) from error
+        text = " ".join(str(error).split())
+        if "trust_remote_code" in text:
+            raise CannotLoad(f"{what} cannot be loaded: the model brings Python code of its own, which would run with "
+                             "all your rights; read it, and if you trust it give --trust-remote-code") from error
+        kind = NotInstalled if isinstance(error, ImportError) else CannotLoad
+        raise kind(f"{what} cannot be loaded{remedy}: {text}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers writes tables of what it makes up, which is refused here in a line."""
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(before)
 
 
 def _check_gguf(model: str) -> None:
@@ -44,20 +62,20 @@ def _check_gguf(model: str) -> None:
                            "'./python[gguf]', in Sluice's sources, has it")
 
 
-def load_tokenizer(model: str) -> Any:
+def load_tokenizer(model: str, trust_remote_code: bool = False) -> Any:
     _check_gguf(model)
     place, file = source(model)
     # transformers advises to install packages, also where there is no tokenizer at all.
     remedy = "" if file else "; its files, such as tokenizer.json, must be beside the model"
     with _loading(f"the tokenizer of {model}", remedy):
-        return transformers.AutoTokenizer.from_pretrained(place, **file)
+        return transformers.AutoTokenizer.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
 
 
-def load_config(model: str) -> transformers.PreTrainedConfig:
+def load_config(model: str, trust_remote_code: bool = False) -> transformers.PreTrainedConfig:
     _check_gguf(model)
     place, file = source(model)
     with _loading(f"the configuration of {model}"):
-        return transformers.AutoConfig.from_pretrained(place, **file)
+        return transformers.AutoConfig.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
 
 
 def _damaged(model: str) -> str | None:
@@ -74,16 +92,21 @@ def _damaged(model: str) -> str | None:
     return None
 
 
-def load_model(model: str, dtype: str, **options: Any) -> transformers.PreTrainedModel:
-    """`dtype`: auto, or torch's name of one."""
+def load_model(model: str, dtype: str, trust_remote_code: bool = False,
+               **options: Any) -> transformers.PreTrainedModel:
+    """`dtype`: auto, or torch's name of one. `trust_remote_code`: Python files of the model's may run. In all loading
+    here that is said, never left out: transformers would ask on standard input, and take any line for an answer."""
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     try:
         _check_gguf(model)
         place, file = source(model)
-        with _loading(f"the model {model}"):
-            return transformers.AutoModelForCausalLM.from_pretrained(
-                place, **file, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **options)
+        with _loading(f"the model {model}"), _quiet():
+            made, told = transformers.AutoModelForCausalLM.from_pretrained(
+                place, **file, dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                trust_remote_code=trust_remote_code, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+            refuse_incomplete(model, made, told)
+            return made
     except CannotLoad as error:
         damaged = _damaged(model)  # Not before: a folder may have files that the model does without.
         if damaged is None:
@@ -112,7 +135,7 @@ def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.PreTrain
     options = {"context": settings.context, "sequences": settings.sequences, "prefill_rows": settings.prefill_rows,
                "graphs": settings.graphs, **settings.options}
     if launch.ranks == 1:
-        model = load_model(settings.model, settings.dtype).to(settings.device)
+        model = load_model(settings.model, settings.dtype, settings.trust_remote_code).to(settings.device)
         packed = PackedModel(model, settings.policy, settings.host_bytes, compile=settings.compile, **options)
         return packed, model
     if settings.compile:
@@ -120,7 +143,7 @@ def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.PreTrain
     ranks = join(launch, settings.device, settings.silence_s)
     model, error = None, None
     try:
-        model = load_model(settings.model, settings.dtype,
+        model = load_model(settings.model, settings.dtype, settings.trust_remote_code,
                            distributed_config=DistributedConfig(tp_size=launch.ranks))
     except CannotLoad as failed:
         error = failed
@@ -142,7 +165,7 @@ def load_loop(settings: Settings) -> tuple[Loop, Ready]:
     for what, why in (("CUDA graphs", packed.graphs_failed), ("torch.compile", packed.compile_failed)):
         if why is not None:
             print(f"sluice: forwards run without {what}: {why}", file=sys.stderr, flush=True)
-    tokenizer = load_tokenizer(settings.model)
+    tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
     loop = Loop(packed, tokenizer, end_ids=end_ids(model, tokenizer), prefix=settings.prefix,
                 slowdown=settings.slowdown)
     # Only what the model's makers wrote: others are the protocol's.

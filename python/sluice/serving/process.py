@@ -31,6 +31,7 @@ class Settings:
     prefill_rows: int = 2048  #: tokens of prompts in a forward
     device: str = "cpu"
     dtype: str = "auto"  #: of the model: "auto", "float32", "float16" or "bfloat16"
+    trust_remote_code: bool = False  #: Python files of the model's may run
     slowdown: float = 0  #: of answers beside prompts, as AdmissionOptions has it
     graphs: str = "auto"  #: "auto", "on" or "off": CUDA graphs of forwards, as PackedModel has it
     compile: bool = False  #: the model is compiled by torch

@@ -30,7 +30,7 @@ class Teller:
         self.session = arguments.session and Session(arguments.session, self._loop.model, arguments.model)
         """Of --session, or None."""
 
-        self.tokenizer = load_tokenizer(arguments.model)
+        self.tokenizer = load_tokenizer(arguments.model, arguments.trust_remote_code)
         said = {name: getattr(arguments, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
         said = {name: value for name, value in said.items() if value is not None}
         self._sampling = Sampling(**{**ready.defaults, "seed": secrets.randbits(63), **said})
