@@ -16,6 +16,7 @@ from fastapi.responses import StreamingResponse
 
 from sluice.errors import InvalidArgument
 from sluice.serving.answers import Form
+from sluice.serving.arguments import in_arguments
 from sluice.serving.guard import Answer, encoded
 from sluice.serving.metrics import Metrics
 from sluice.serving.process import Answers, EngineLost, EngineProcess, Ready
@@ -197,7 +198,7 @@ class Counted:
         """@throws Refused if the event is an error"""
         metrics, now = self._metrics, time.monotonic()
         if event.error:
-            raise Refused(500, f"the request failed: {event.error}", "server_error")
+            raise Refused(500, f"the request failed: {in_arguments(event.error)}", "server_error")
         if index in self._heard:
             metrics.next_token.observe(now - self._heard[index])
         else:

@@ -34,6 +34,7 @@ _OTHERS = {"layers": "the model", "q_heads": "the model", "kv_heads": "the model
            "scale": "the model", "softcap": "the model", "windows": "the model",
            "device": "--device", "host_bytes": "--host-bytes", "near_bytes": "--near-bytes",
            "sequences": "--sequences", "largest": "--sequences and --prefill-rows"}
+_SAID = {**_OTHERS, "kv_dtype": "--kv-dtype"}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -140,6 +141,16 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
                     trust_remote_code=arguments.trust_remote_code,
                     graphs=arguments.graphs, compile=arguments.compile, prefix=not arguments.no_prefix_cache,
                     silence_s=getattr(arguments, "silence", Settings.silence_s), options=options)
+
+
+def in_arguments(text: str) -> str:
+    """A message that names options of an engine, with the arguments that set them."""
+    def argument(found: re.Match[str]) -> str:
+        return _SAID.get(found[1], f"--option {found[1]}")
+
+    fields = "|".join(each.name for each in dataclasses.fields(EngineOptions))
+    text = re.sub(rf"\A({fields})(?= is )", argument, text)
+    return re.sub(r"(?:EngineOptions|AdmissionOptions)\.(\w+)", argument, text)
 
 
 def check_options(options: dict[str, Any], policy: str) -> None:
