@@ -30,8 +30,7 @@ TEST_CASE("sampled attention is the reference's, near, far and over the link", "
 TEST_CASE("draws follow seed, turn and head or group", "[engine][sample]") {
   const EngineRig rig = engine_rig();
   const auto [text, policy] = GENERATE(table<const char*, DrawPolicy>(
-      {{"exact | int4 | sample=6,seed=9 | near=0,sinks=4,recent=20",
-        {.sinks = 4, .recent = 20, .drawn = 6, .seed = 9}},
+      {{"exact | int4 | sample=6,seed=9 | near=0,sinks=4,recent=20", {.sinks = 4, .recent = 20, .drawn = 6, .seed = 9}},
        {"exact | int4 | sample=6,redraw=3 | near=0,sinks=4,recent=20",
         {.sinks = 4, .recent = 20, .drawn = 6, .redraw = 3}},
        {"exact | int4 | sample=6,draws=group | near=0,sinks=4,recent=20",
@@ -94,7 +93,8 @@ TEST_CASE("long sequences draw in parts of theirs, as whole ones would", "[engin
   EngineOptions options = options_for(rig, rows, 9);
   options.host_bytes = 700 * block_bytes(options);  // On a GPU four blocks and more share a row.
   Engine engine(options, rig.device);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | sample=40 | near=0,sinks=4,recent=20"))};
+  Teller teller{.story = &story,
+                .id = engine.begin(parse_policy("exact | int4 | sample=40 | near=0,sinks=4,recent=20"))};
   import_story(engine, rig, teller, 5006);
   Held held;
   goes_on(engine, rig, teller, {.sinks = 4, .recent = 20, .drawn = 40}, 6, held);
@@ -154,7 +154,8 @@ TEST_CASE("what is drawn depends on neither chunks, forks, prefixes, parking nor
   }
 }
 
-TEST_CASE("drafts that are verified together attend what any of them draws, by the chance of that", "[engine][sample][drafts]") {
+TEST_CASE("drafts that are verified together attend what any of them draws, by the chance of that",
+          "[engine][sample][drafts]") {
   const EngineRig rig = engine_rig();
   const auto [near, softcap, group] =
       GENERATE(table<std::uint32_t, float, bool>({{0u, 0.f, false}, {9u, 3.f, false}, {9u, 0.f, true}}));
@@ -205,8 +206,8 @@ TEST_CASE("sequences of many seeds attend what dense attention does on average",
     std::vector<Teller> tellers;
     std::vector<Teller*> all;
     for (std::uint32_t i = 0; i < kRows; ++i) {
-      const std::string text = "exact | int4 | sample=10,seed=" + std::to_string(forward * kRows + i) +
-                               " | near=0,sinks=1,recent=8";
+      const std::string text =
+          "exact | int4 | sample=10,seed=" + std::to_string(forward * kRows + i) + " | near=0,sinks=1,recent=8";
       tellers.push_back({.story = &story, .id = engine.begin(parse_policy(text))});
       import_story(engine, rig, tellers.back(), kTokens);
     }

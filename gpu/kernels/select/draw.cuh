@@ -4,8 +4,8 @@
 
 #include "sluice/sample.hpp"
 
-/// Draws of tokens, see sample.hpp: the same bits as on the CPU, by the faster functions of a GPU, which are off by some
-/// 2^-15.
+/// Draws of tokens, see sample.hpp: the same bits as on the CPU, by the faster functions of a GPU, which are off by
+/// some 2^-15.
 namespace sluice::gpu::draw {
 
 /// The exponential number that a draw is.
