@@ -6,6 +6,7 @@
 #include <memory>
 #include <thread>
 
+#include "sluice/forward.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
 #include "tests/support/forwarding.hpp"
