@@ -250,3 +250,33 @@ TEST_CASE("buckets and items that have no such value are refused by name", "[cap
   item.reserved = 1;
   check_fails(plan, SLUICE_INVALID_ARGUMENT, {"sluice_plan_item.reserved is 1"});
 }
+
+TEST_CASE("an array of options is not read before its count can be one", "[capi][options][errors]") {
+  const std::uint32_t one[] = {0};  // Behind it lies what is not ours.
+  sluice_engine* engine = nullptr;
+  auto memory = sized<sluice_memory>();
+  std::uint64_t near = 0;
+  const auto refused = [&](const sluice_engine_options& options, const std::vector<std::string>& words) {
+    auto room = options;
+    check_fails([&] { return sluice_engine_create(&options, &engine); }, SLUICE_INVALID_ARGUMENT, words);
+    check_fails([&] { return sluice_engine_options_memory_needed(&options, &memory); }, SLUICE_INVALID_ARGUMENT, words);
+    check_fails([&] { return sluice_engine_options_near_within(&options, 1, &near); }, SLUICE_INVALID_ARGUMENT, words);
+    check_fails([&] { return sluice_engine_options_make_room_for(&room, "full", 1); }, SLUICE_INVALID_ARGUMENT, words);
+  };
+  for (const std::uint32_t count : {1u, kLayers + 1, 100'000u, 0xffff'ffffu}) {
+    CAPTURE(count);
+    auto options = small_options();
+    options.windows = one;
+    options.window_count = count;
+    refused(options, {"window_count is " + std::to_string(count), "layers, 2"});
+    if (count < 100'000) continue;  // As many processors as this machine may have.
+    options = small_options();
+    options.cores = one;
+    options.core_count = count;
+    refused(options, {"core_count is " + std::to_string(count), "processors"});
+  }
+  auto options = small_options();
+  options.windows = one;
+  options.window_count = options.layers = 0xffff'ffff;
+  refused(options, {"layers is 4294967295"});
+}

@@ -32,7 +32,7 @@ NamedPolicies policies_of(const std::string& text) {
 std::vector<Cell> cells_of(const EvalOptions& options) {
   std::vector<Cell> cells;
   const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--lengths");
-  for (const std::string& task : split_list(options.tasks)) {
+  for (const std::string& task : split_list(options.tasks, "--tasks")) {
     for (const std::uint32_t length : lengths) cells.push_back({parse_task_kind(task), length});
   }
   return cells;
@@ -69,7 +69,7 @@ Json config_of(const EvalOptions& options, const EngineFlags& runtime, const Nam
   for (std::size_t i = 0; i < policies.names.size(); ++i)
     compositions[policies.names[i]] = to_string(policies.specs[i]);
   return {{"model", options.model},
-          {"tasks", split_list(options.tasks)},
+          {"tasks", split_list(options.tasks, "--tasks")},
           {"lengths", options.lengths},
           {"policies", compositions},
           {"prefill", modes},
