@@ -92,8 +92,8 @@ class Checked {
       return nullptr;
     }
     const auto base = reinterpret_cast<std::uintptr_t>(tensor_->data);
-    require(base <= kMostBytes && tensor_->byte_offset <= kMostBytes - base &&
-                bytes(type) <= kMostBytes - base - tensor_->byte_offset,
+    require(tensor_->byte_offset <= kMostBytes && bytes(type) < kMostBytes &&
+                tensor_->byte_offset + bytes(type) <= std::numeric_limits<std::uintptr_t>::max() - base,
             ".shape and .strides reach further than memory does, from byte_offset " +
                 std::to_string(tensor_->byte_offset) + " on; set them to what lies at .data");
     auto* const first = static_cast<std::byte*>(tensor_->data) + tensor_->byte_offset;
@@ -106,8 +106,8 @@ class Checked {
   [[nodiscard]] std::uint32_t size(std::int32_t i) const { return static_cast<std::uint32_t>(tensor_->shape[i]); }
 
  private:
-  /// Addresses are below it, and so no sum or product of what is smaller wraps around.
-  static constexpr std::uint64_t kMostBytes = std::numeric_limits<std::int64_t>::max();
+  /// No process has as much memory, and no sum or product of what is smaller wraps around.
+  static constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 57;
 
   /// From the first element to behind the last one; kMostBytes if it is more.
   [[nodiscard]] std::uint64_t bytes(DType type) const {

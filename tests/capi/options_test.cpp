@@ -215,9 +215,9 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   refused({"scale is -1"}, [](auto& o) { o.scale = -1.f; });
   refused({"softcap is nan"}, [](auto& o) { o.softcap = NAN; });
   refused({"softcap is inf"}, [](auto& o) { o.softcap = INFINITY; });
-  refused({"windows", "window_count"}, [](auto& o) { o.window_count = 1; });
+  refused({"windows", "window_count"}, [](auto& o) { o.window_count = kLayers; });
   static constexpr std::uint32_t kMany[64] = {};
-  refused({"number of windows is 64", "layers"}, [](auto& o) { o.window_count = 64, o.windows = kMany; });
+  refused({"window_count is 64", "layers"}, [](auto& o) { o.window_count = 64, o.windows = kMany; });
   refused({"largest.drafts is 33"}, [](auto& o) { o.largest_drafts = 33; });
   refused({"layers"}, [](auto& o) { o.layers = 0; });
   refused({"q_heads"}, [](auto& o) { o.q_heads = 3; });

@@ -38,6 +38,10 @@ ShareHistogram coverage_of(const std::vector<float>& lse, const std::vector<floa
 
 }  // namespace
 
+std::vector<std::string> listed(const std::string& text, const char* option) {
+  return text.empty() ? std::vector<std::string>() : split_list(text, option);
+}
+
 PrefillBench::PrefillBench(const BenchPrefillOptions& options)
     : options_(options),
       workers_(std::make_shared<const cpu::Workers>(topology_, cpu::WorkersOptions{.threads = options.threads})),
@@ -51,13 +55,13 @@ PrefillBench::PrefillBench(const BenchPrefillOptions& options)
                           "--length");
   rows_ = parse_counts(options.rows, "--rows");
   samples_ = options.repeat != 0 ? options.repeat : host ? 3 : 5;
-  for (const std::string& gamma : split_list(options.gammas, "--gammas")) {
+  for (const std::string& gamma : listed(options.gammas, "--gammas")) {
     PrefillSpec spec{.mode = PrefillMode::flexprefill, .flex = options.flex};
     spec.flex.gamma = parse_gamma(gamma, "--gammas");
     validate(spec);
     specs_.push_back(spec);
   }
-  for (const std::string& text : split_list(options.others, "--others")) {
+  for (const std::string& text : listed(options.others, "--others")) {
     specs_.push_back(parse_prefill(text, options.flex));
     if (const PrefillMode mode = specs_.back().mode; mode != PrefillMode::streaming && mode != PrefillMode::minference)
       throw Error(Errc::invalid_argument,

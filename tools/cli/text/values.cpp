@@ -161,10 +161,9 @@ DType parse_kv_dtype(std::string_view text, std::string_view option) {
 
 std::vector<std::string> split_list(std::string_view text, std::string_view option) {
   std::vector<std::string> items;
-  if (text.empty()) return items;
   for (std::string_view rest = text;;) {
     const std::size_t comma = std::min(rest.find(','), rest.size());
-    if (comma == 0) refuse(option, text, "something beside each of its commas");
+    if (comma == 0) refuse(option, text, "at least one item, and one between any two commas");
     items.emplace_back(rest.substr(0, comma));
     if (comma == rest.size()) return items;
     rest.remove_prefix(comma + 1);

@@ -64,7 +64,7 @@ struct NumberRange {
 /// The same of keys and values in an engine's memory, which may have scales.
 [[nodiscard]] DType parse_kv_dtype(std::string_view text, std::string_view option);
 
-/// Splits on commas; an empty text has no items.
+/// Splits on commas. A list that may be empty is not split where it is.
 /// @throws Error{Errc::invalid_argument} if an item is empty, such as between two commas
 [[nodiscard]] std::vector<std::string> split_list(std::string_view text, std::string_view option);
 
