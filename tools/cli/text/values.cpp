@@ -165,7 +165,7 @@ std::vector<std::string> split_list(std::string_view text, std::string_view opti
     const std::size_t comma = std::min(rest.find(','), rest.size());
     if (comma == 0) refuse(option, text, "at least one item, and one between any two commas");
     items.emplace_back(rest.substr(0, comma));
-    if (comma == rest.size()) return items;
+    if (comma + 1 >= rest.size()) return items;  // Behind the last one a comma says nothing.
     rest.remove_prefix(comma + 1);
   }
 }
@@ -183,7 +183,7 @@ std::vector<std::string> split_policies(std::string_view text) {
       } else {
         policies.emplace_back(item);
       }
-      if (item.size() == list.size()) break;
+      if (item.size() + 1 >= list.size()) break;
       list.remove_prefix(item.size() + 1);
     }
   }
