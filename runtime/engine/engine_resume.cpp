@@ -27,13 +27,14 @@ void require_alike(const runtime::ParkHead& head, const EngineOptions& options, 
                                             to_string(options.kv_dtype) + "; use an engine of that type");
   for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
     const auto window = [&](const std::vector<std::uint32_t>& windows) {
-      return windows.empty() || windows[layer] == 0 ? kNone : windows[layer];
+      return windows.empty() ? 0 : windows[layer];
     };
-    const std::uint32_t parked = window(head.windows), here = window(options.windows);
-    if (parked != here && (head.passed != 0 || std::min(parked, here) < head.tokens))
-      throw Error(Errc::invalid_argument,
-                  "resume: the sequence was parked with another window in layer " + text(layer) +
-                      " than EngineOptions::windows has; use an engine with the same");
+    // Also where it has no more tokens than either: what comes next would attend others.
+    if (window(head.windows) != window(options.windows))
+      throw Error(Errc::invalid_argument, "resume: the sequence was parked with a window of " +
+                                              text(window(head.windows)) + " tokens in layer " + text(layer) +
+                                              ", and EngineOptions::windows has " + text(window(options.windows)) +
+                                              " (0: none); use an engine with the same");
   }
   if (head.model != model)
     throw Error(Errc::invalid_argument, "resume: the sequence was parked of model '" + head.model +

@@ -97,6 +97,22 @@ TEST_CASE("complaints name the word, where it is, and what exists", "[policy_tex
   expect(complaint("pages | bypass=sing:0.8"), {"\"sing\" at character 16 is no bypass"});
 }
 
+TEST_CASE("what a policy sets twice is refused where it comes again", "[policy_text]") {
+  expect(complaint("lfps:near=0,near=1%"), {"\"near\" at character 13", "twice"});
+  expect(complaint("full | near=0,sinks=4,sinks=5"), {"\"sinks\" at character 23", "twice"});
+  expect(complaint("history:alpha=0.3,alpha=0.3 | top_k=9"), {"\"alpha\" at character 19", "twice"});
+  expect(complaint("lfps:near=0 | near=1%"), {"\"near\" at character 15", "before it"});
+  expect(complaint("lfps | far=9 | far=all"), {"\"far\" at character 16", "before it"});
+  expect(complaint("exact | int4 | top_k=4 | top_k=5"), {"\"top_k\" at character 26", "before it"});
+  // Of stages that take each other's place.
+  expect(complaint("exact | int4 | top_k=4 | top_p=0.9"), {"\"top_p\" at character 26", "before it"});
+  expect(complaint("exact | int4 | hadamard | top_k=4"), {"\"hadamard\" at character 16", "before it"});
+  // A stage takes the place of a preset's, once.
+  REQUIRE(parse_policy("topk | top_k=5").budget.min_tokens == 5);
+  REQUIRE(parse_policy("twilight | top_k=5 | near=1%").budget.min_tokens == 5);
+  expect(complaint("twilight | top_k=5 | near=1% | top_k=6"), {"\"top_k\" at character 32", "before it"});
+}
+
 TEST_CASE("options that the policy never reads are refused", "[policy_text]") {
   expect(complaint("topk:alpha=0.3"), {"\"alpha\" at character 6 means nothing here", "history"});
   expect(complaint("lfps:digest=box"), {"means nothing here", "pages"});
