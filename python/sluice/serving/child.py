@@ -9,13 +9,13 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from sluice._reporting import told
 from sluice.errors import Error
 from sluice.serving.ranks import Launch
-from sluice.serving.requests import Event, Request
+from sluice.serving.requests import Event, Failed, Request
 
 if TYPE_CHECKING:
     from sluice.serving.process import Settings
@@ -31,12 +31,13 @@ def main(connection: Connection, settings: Settings) -> None:
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     loaded = threading.Event()
     threading.Thread(target=_receive, args=(connection, inbox, loaded), daemon=True).start()
-    from sluice.serving.load import load_loop  # Takes seconds, and is of no use to the other side.
-
     try:
+        from sluice.serving.load import load_loop  # Takes seconds, and is of no use to the other side.
+
         loop, ready = load_loop(settings)
     except Exception as error:  # Whatever transformers raises: it is told, and that is all.
-        _say(connection, f"{type(error).__name__}: {error}")
+        line, code = told(error)
+        _say(connection, Failed(line.removeprefix("sluice: ").rstrip(), code))
         return
     loaded.set()
     if _say(connection, ready):
@@ -84,8 +85,9 @@ def _receive(connection: Connection, inbox: queue.SimpleQueue[Any], loaded: thre
             inbox.put(message)
     except (EOFError, OSError):
         inbox.put(None)
-    except Exception:
-        exit_at_once(traceback.format_exc())
+    except Exception as error:
+        line, code = told(error)
+        exit_at_once(line, code)
     if not loaded.is_set():
         exit_at_once()
 

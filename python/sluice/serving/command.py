@@ -9,15 +9,15 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sluice._reporting import one_line, told
 from sluice.errors import Error, InvalidArgument
-from sluice.serving.arguments import CannotLoad, add_engine, add_sampling, number, settings_of, size
+from sluice.serving.arguments import add_engine, add_sampling, file, number, settings_of, size
 from sluice.serving.child import exit_at_once, exit_of_rank
-from sluice.serving.process import EngineLost, EngineProcess
+from sluice.serving.process import EngineProcess
 from sluice.serving.ranks import Disagreed, Launch
 from sluice.serving.talk import chat, run
 
@@ -54,7 +54,7 @@ def add_commands(commands: Any) -> None:
     add_sampling(run_command)
     text = run_command.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt")
-    text.add_argument("--file", type=Path, help="with the prompt; -: standard input")
+    text.add_argument("--file", type=file, help="with the prompt; -: standard input")
     add_session(run_command, "keeps the prompt: what FILE has of it need not be read again")
     run_command.set_defaults(call=or_follow(run))
 
@@ -67,7 +67,7 @@ def add_commands(commands: Any) -> None:
 
 
 def add_session(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--session", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--session", type=file, metavar="FILE", help=text)
 
 
 def or_follow(call: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -103,19 +103,20 @@ def name_of(model: str) -> str:
 
 def follow(arguments: argparse.Namespace) -> int:
     """A rank that is not the first: it does what that does, until that ends."""
-    from sluice.serving.load import load_follower
-
     rank = Launch.of_environment().rank
     try:
+        from sluice.serving.load import load_follower
+
         model = load_follower(settings_of(arguments))
         for number in (signal.SIGINT, signal.SIGTERM):  # They are meant for rank 0, which has them too.
             signal.signal(number, signal.SIG_IGN)
         model.follow()
         model.close()
-    except (Disagreed, Error) as error:
-        exit_at_once(f"sluice: rank {rank} ends: {error}\n")
-    except Exception:  # Of others' code. Rank 0 notices, and torch's threads would keep the process.
-        exit_at_once(traceback.format_exc())
+    except Disagreed as error:
+        exit_at_once(f"sluice: rank {rank} ends: {one_line(str(error))}\n")
+    except Exception as error:  # Of others' code, too. Rank 0 notices, and torch's threads would keep the process.
+        line, code = told(error)
+        exit_at_once(f"sluice: rank {rank} ends: {line.removeprefix('sluice: ')}", code)
     return 0
 
 
@@ -141,10 +142,7 @@ def serve(arguments: argparse.Namespace) -> int:
     try:
         # Both take seconds, at the same time.
         tokenizer = load_tokenizer(arguments.model, arguments.trust_remote_code)
-        try:
-            ready = engine.ready()
-        except EngineLost as error:
-            raise CannotLoad(" ".join(str(error).removeprefix("CannotLoad: ").split())) from None
+        ready = engine.ready()
         name = arguments.name or name_of(arguments.model)
         front = Front(name, arguments.queue, key, arguments.max_body)
         app = create_app(engine, ready, tokenizer, front)

@@ -16,7 +16,7 @@ from typing import Any
 
 from sluice.errors import Error
 from sluice.serving.child import BEAT_S, main as _main
-from sluice.serving.requests import Event, Request, Sampling, Status
+from sluice.serving.requests import Event, Failed, Request, Sampling, Status
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,14 @@ class EngineLost(Error):
     """The engine's process has ended, or does not answer."""
 
 
+class CannotStart(EngineLost):
+    """The process has not become an engine."""
+
+    def __init__(self, why: str, exit_code: int) -> None:
+        super().__init__(why)
+        self.exit_code = exit_code
+
+
 class EngineProcess:
     """A process with a serving loop, and the asyncio side of what it tells. After `ready` all methods but `close` and
     `close_in` belong to one event loop."""
@@ -82,7 +90,7 @@ class EngineProcess:
 
     def ready(self) -> Ready:
         """Waits until the model is loaded.
-        @throws EngineLost with the reason if it cannot be served"""
+        @throws CannotStart, EngineLost with the reason if it cannot be served"""
         try:
             if not self._connection.poll(self._start_timeout_s):
                 raise EngineLost(f"the model was not loaded within {self._start_timeout_s:g} s")
@@ -90,8 +98,8 @@ class EngineProcess:
         except (EOFError, OSError):
             self._process.join(5)
             raise EngineLost(self._exit()) from None
-        if isinstance(said, str):
-            raise EngineLost(said)
+        if isinstance(said, Failed):
+            raise CannotStart(said.why, said.exit_code)
         self._heard = time.monotonic()
         return said
 

@@ -81,6 +81,14 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Failed:
+    """There is no loop."""
+
+    why: str
+    exit_code: int  #: of a command that ends with it
+
+
+@dataclass(frozen=True)
 class Status:
     """Of a loop that runs."""
 
