@@ -28,6 +28,8 @@ _OTHERS = {"layers": "the model", "q_heads": "the model", "kv_heads": "the model
            "scale": "the model", "softcap": "the model", "windows": "the model",
            "device": "--device", "host_bytes": "--host-bytes", "near_bytes": "--near-bytes",
            "sequences": "--sequences", "largest": "--sequences and --prefill-rows"}
+# One of these is in the name of a file of any tokenizer.
+_TOKENIZERS = ("token", "vocab", "merges", "spiece", "sentencepiece", "tekken", ".model", ".gguf")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -162,6 +164,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     if arguments.near_bytes is not None:
         options["near_bytes"] = arguments.near_bytes
     check_folder(arguments.model)
+    check_tokenizer(arguments.model)
     return Settings(model=arguments.model, policy=arguments.policy, host_bytes=arguments.host_bytes,
                     context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,
                     slowdown=arguments.slowdown, device=device, dtype=arguments.dtype,
@@ -202,3 +205,11 @@ def check_folder(model: str) -> None:
             raise CannotLoad(f"{model} has no model: config.json is missing")
     elif folder.exists() or folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise CannotLoad(f"there is no folder {model}")
+
+
+def check_tokenizer(model: str) -> None:
+    """Refuses a folder that has none, which transformers takes long to say."""
+    names = [each.name.lower() for each in Path(model).iterdir()] if Path(model).is_dir() else ["tokenizer.json"]
+    if not any(part in name for name in names for part in _TOKENIZERS):
+        raise CannotLoad(f"the tokenizer of {model} cannot be loaded; its files, such as tokenizer.json, must be beside "
+                         "the model")

@@ -40,7 +40,10 @@ def add_commands(commands: Any) -> None:
     serve_command.add_argument("--name", help="the model's for clients (the folder's)")
     serve_command.add_argument("--queue", type=number(int, 0), default=256,
                                help="answers that may wait; more are refused with 429 (%(default)s)")
-    serve_command.add_argument("--api-key", help=f"that clients must have; or the environment's {KEY_VARIABLE}")
+    serve_command.add_argument("--api-key", action="append", metavar="KEY", help="of which clients must have "
+                               f"one; may be repeated. Or the environment's {KEY_VARIABLE}, with spaces between keys")
+    serve_command.add_argument("--shared-prefixes", action="store_true", help="prompts begin with what is known of any "
+                               "client's, which tells clients of each other's")
     serve_command.add_argument("--max-body", type=size, help="bytes of a request (128 for a token of the context)")
     serve_command.add_argument("--connections", type=number(int, 1), default=1024, help="at once; with more /health and "
                                "/metrics alone are served (%(default)s, and what ulimit -n leaves)")
@@ -81,19 +84,19 @@ def or_follow(call: Callable[[argparse.Namespace], int]) -> Callable[[argparse.N
     return command
 
 
-def api_key(arguments: argparse.Namespace) -> str | None:
-    """That clients must have. An address that others reach and no key is worth a warning."""
-    if arguments.api_key is not None and not arguments.api_key.strip():
-        raise InvalidArgument("--api-key is empty; leave it out if clients need none")
-    key = arguments.api_key or os.environ.get(KEY_VARIABLE) or None
+def api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Of which clients must have one. An address that others reach and no key is worth a warning."""
+    keys = tuple(key.strip() for key in arguments.api_key or os.environ.get(KEY_VARIABLE, "").split())
+    if not all(key and key.isascii() and key.isprintable() for key in keys):
+        raise InvalidArgument("--api-key is empty, or has what no header may have; leave it out if clients need none")
     try:
         own = ipaddress.ip_address(arguments.host).is_loopback
     except ValueError:
         own = arguments.host == "localhost"
-    if key is None and not own:
+    if not keys and not own:
         print(f"sluice: everyone who reaches {arguments.host or 'this machine'} may use this server; --api-key or "
               f"{KEY_VARIABLE} sets a key", file=sys.stderr, flush=True)
-    return key.strip() if key else None
+    return keys
 
 
 def name_of(model: str) -> str:
@@ -133,7 +136,7 @@ def serve(arguments: argparse.Namespace) -> int:
             engine.close_in(_DRAIN_S)
             super().handle_exit(sig, frame)
 
-    key = api_key(arguments)
+    keys = api_keys(arguments)
     settings = settings_of(arguments)
     listener = listen(arguments.host, arguments.port)  # An address that is taken is told before a model is loaded.
     house = House(room_for(arguments.connections, _KEPT_CONNECTIONS), _KEPT_CONNECTIONS)
@@ -144,7 +147,7 @@ def serve(arguments: argparse.Namespace) -> int:
         tokenizer = load_tokenizer(arguments.model, arguments.trust_remote_code)
         ready = engine.ready()
         name = arguments.name or name_of(arguments.model)
-        front = Front(name, arguments.queue, key, arguments.max_body)
+        front = Front(name, arguments.queue, keys, arguments.max_body, arguments.shared_prefixes)
         app = create_app(engine, ready, tokenizer, front)
         host, port = listener.getsockname()[:2]
         near = "" if settings.device == "cpu" else f"{ready.near_bytes / 2**30:.2f} GiB of the GPU for near tokens, "

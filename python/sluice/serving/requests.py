@@ -65,6 +65,7 @@ class Request:
     prompt: list[int]
     sampling: Sampling
     after: int | None = None  #: another request with the same prompt: this one waits until it can share that's pages
+    salt: int = 0  #: of those whose prompts begin with what is known of each other's
 
 
 @dataclass(frozen=True)
