@@ -11,7 +11,7 @@ from sluice import _structs as structs
 from sluice._library import library
 from sluice._reporting import told
 from sluice.evaluation.command import add_command as add_eval
-from sluice.serving.arguments import check_texts
+from sluice.serving.arguments import check_texts, in_arguments
 from sluice.serving.command import add_commands
 
 
@@ -53,7 +53,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        line, code = told(error)
+        line, code = told(error, in_arguments)
         sys.stderr.write(line)
         return code
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
 
 from sluice.errors import Error, InternalError, NotFound, Unsupported
 
@@ -11,11 +12,11 @@ VARIABLE = "SLUICE_TRACEBACK"
 _LONGEST = 2000  # Characters of a line: some errors tell all of what they did not understand.
 
 
-def told(error: BaseException) -> tuple[str, int]:
+def told(error: BaseException, reworded: Callable[[str], str] = str) -> tuple[str, int]:
     """The line, with its end, and the code. With SLUICE_TRACEBACK=1 the place comes before it."""
     line, code = _line(error)
     where = "".join(traceback.format_exception(error)) if os.environ.get(VARIABLE) == "1" else ""
-    return f"{where}sluice: {one_line(line)}\n", code
+    return f"{where}sluice: {one_line(reworded(line))}\n", code
 
 
 def one_line(text: str) -> str:

@@ -19,6 +19,7 @@ from fastapi.responses import StreamingResponse
 
 from sluice.errors import InvalidArgument
 from sluice.serving.answers import Form
+from sluice.serving.arguments import in_arguments
 from sluice.serving.guard import KEY_NUMBER, Answer, encoded
 from sluice.serving.metrics import Metrics
 from sluice.serving.process import Answers, EngineLost, EngineProcess, Ready
@@ -215,7 +216,7 @@ class Counted:
         """@throws Refused if the event is an error"""
         metrics, now = self._metrics, time.monotonic()
         if event.error:
-            raise Refused(500, f"the request failed: {event.error}", "server_error")
+            raise Refused(500, f"the request failed: {in_arguments(event.error)}", "server_error")
         if index in self._heard:
             metrics.next_token.observe(now - self._heard[index])
         else:

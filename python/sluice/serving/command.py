@@ -15,7 +15,7 @@ from typing import Any
 
 from sluice._reporting import one_line, told
 from sluice.errors import Error, InvalidArgument
-from sluice.serving.arguments import add_engine, add_sampling, file, number, settings_of, size
+from sluice.serving.arguments import GGUF, add_engine, add_sampling, file, number, settings_of, size
 from sluice.serving.child import exit_at_once, exit_of_rank
 from sluice.serving.process import EngineProcess
 from sluice.serving.ranks import Disagreed, Launch
@@ -100,8 +100,8 @@ def api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def name_of(model: str) -> str:
-    """The folder's, even if that is called "." or ends with a slash."""
-    return Path(model).resolve().name
+    """The folder's, even if that is called "." or ends with a slash, or the file's."""
+    return Path(model).resolve().name.removesuffix(GGUF)
 
 
 def follow(arguments: argparse.Namespace) -> int:

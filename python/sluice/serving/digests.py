@@ -23,10 +23,11 @@ _MOST_LINES, _KEPT_LINES = 4096, 1024
 _SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py"})
 
 
-def digest_of_model(folder: Path) -> str:
-    """Of all files that decide what a model computes: weights, their index, configuration and code.
+def digest_of_model(place: Path) -> str:
+    """Of all files in a folder that decide what a model computes: weights, their index, configuration and code; or of
+    one file.
     @throws OSError of a file that cannot be read"""
-    files = sorted(each for each in folder.iterdir() if each.is_file() and (
+    files = sorted(each for each in (place.iterdir() if place.is_dir() else [place]) if each.is_file() and (
         each.suffix in _SUFFIXES or each.name in ("config.json", "adapter_config.json")
         or each.name.endswith(".index.json")))
     digest = hashlib.sha256()

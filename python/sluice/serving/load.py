@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 from sluice.errors import InvalidArgument
-from sluice.serving.arguments import CannotLoad
+from sluice.serving.arguments import CannotLoad, NotInstalled, source
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
 from sluice.serving.process import Ready, Settings
@@ -40,7 +41,8 @@ def _loading(what: str, remedy: str = "") -> Iterator[None]:
         if "trust_remote_code" in text:
             raise CannotLoad(f"{what} cannot be loaded: the model brings Python code of its own, which would run with "
                              "all your rights; read it, and if you trust it give --trust-remote-code") from error
-        raise CannotLoad(f"{what} cannot be loaded{remedy}: {text}") from error
+        kind = NotInstalled if isinstance(error, ImportError) else CannotLoad
+        raise kind(f"{what} cannot be loaded{remedy}: {text}") from error
 
 
 @contextlib.contextmanager
@@ -54,15 +56,27 @@ def _quiet() -> Iterator[None]:
         transformers.utils.logging.set_verbosity(before)
 
 
+def _check_gguf(model: str) -> None:
+    """@throws NotInstalled if the model is a file of GGUF and nothing here reads it"""
+    if source(model)[1] and importlib.util.find_spec("gguf") is None:
+        raise NotInstalled(f"{model} is read by the package gguf, which is not installed: pip install "
+                           "'./python[gguf]', in Sluice's sources, has it")
+
+
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> Any:
+    _check_gguf(model)
+    place, file = source(model)
     # transformers advises to install packages, also where there is no tokenizer at all.
-    with _loading(f"the tokenizer of {model}", "; its files, such as tokenizer.json, must be beside the model"):
-        return transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    remedy = "" if file else "; its files, such as tokenizer.json, must be beside the model"
+    with _loading(f"the tokenizer of {model}", remedy):
+        return transformers.AutoTokenizer.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
 
 
 def load_config(model: str, trust_remote_code: bool = False) -> transformers.PreTrainedConfig:
+    _check_gguf(model)
+    place, file = source(model)
     with _loading(f"the configuration of {model}"):
-        return transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return transformers.AutoConfig.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
 
 
 def _damaged(model: str) -> str | None:
@@ -86,10 +100,12 @@ def load_model(model: str, dtype: str, trust_remote_code: bool = False,
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     try:
+        _check_gguf(model)
+        place, file = source(model)
         with _loading(f"the model {model}"), _quiet():
             made, told = transformers.AutoModelForCausalLM.from_pretrained(
-                model, dtype=dtype if dtype == "auto" else getattr(torch, dtype), trust_remote_code=trust_remote_code,
-                output_loading_info=True, ignore_mismatched_sizes=True, **options)
+                place, **file, dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                trust_remote_code=trust_remote_code, output_loading_info=True, ignore_mismatched_sizes=True, **options)
             refuse_incomplete(model, made, told)
         _check_generation(model, made)
         return made
@@ -97,7 +113,7 @@ def load_model(model: str, dtype: str, trust_remote_code: bool = False,
         damaged = _damaged(model)  # Not before: a folder may have files that the model does without.
         if damaged is None:
             raise
-        raise CannotLoad(f"{error}; {damaged}") from error
+        raise type(error)(f"{error}; {damaged}") from error
 
 
 def end_ids(model: transformers.PreTrainedModel, tokenizer: Any = None) -> frozenset[int]:

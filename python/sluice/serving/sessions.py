@@ -200,9 +200,8 @@ class Session:
 
 
 def signature(model: str) -> str:
-    """Of a folder, the digest of all its weights and its configuration; of any other name, itself."""
-    folder = Path(model)
-    return digest_of_model(folder) if folder.is_dir() else model
+    """Of a folder or a file, the digest of all its weights and its configuration; of any other name, itself."""
+    return digest_of_model(Path(model)) if Path(model).exists() else model
 
 
 class Conversation:

@@ -12,7 +12,7 @@ import safetensors
 import torch
 import transformers
 
-from sluice.serving.arguments import CannotLoad
+from sluice.serving.arguments import CannotLoad, source
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"})
 _SHOWN = 3
@@ -41,8 +41,9 @@ def _shape(size: Any) -> str:
 
 
 def _mistyped(name: str, model: transformers.PreTrainedModel) -> list[str]:
-    """Weights that are no floating point numbers although the model's are. Of quantized models their quantizer knows."""
-    if getattr(model.config, "quantization_config", None) is not None:
+    """Weights that are no floating point numbers although the model's are. Of quantized models their quantizer knows, and
+    what reads files of GGUF."""
+    if getattr(model.config, "quantization_config", None) is not None or source(name)[1]:
         return []
     floats = {key for key, value in model.state_dict().items() if value.is_floating_point()}
     return sorted(f"{key} as {dtype}" for key, dtype in _types(_folder_of(name))
