@@ -237,8 +237,8 @@ def check_tokenizer(model: str) -> None:
     """Refuses a folder that has none, which transformers takes long to say."""
     names = [each.name.lower() for each in Path(model).iterdir()] if Path(model).is_dir() else ["tokenizer.json"]
     if not any(part in name for name in names for part in _TOKENIZERS):
-        raise CannotLoad(f"the tokenizer of {model} cannot be loaded; its files, such as tokenizer.json, must be beside "
-                         "the model")
+        raise CannotLoad(f"the tokenizer of {model} cannot be loaded; its files, such as tokenizer.json, must be "
+                         "beside the model")
 
 
 def source(model: str) -> tuple[str, dict[str, str]]:

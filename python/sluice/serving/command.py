@@ -45,8 +45,8 @@ def add_commands(commands: Any) -> None:
     serve_command.add_argument("--shared-prefixes", action="store_true", help="prompts begin with what is known of any "
                                "client's, which tells clients of each other's")
     serve_command.add_argument("--max-body", type=size, help="bytes of a request (128 for a token of the context)")
-    serve_command.add_argument("--connections", type=number(int, 1), default=1024, help="at once; with more /health and "
-                               "/metrics alone are served (%(default)s, and what ulimit -n leaves)")
+    serve_command.add_argument("--connections", type=number(int, 1), help="at once; with more /health and /metrics "
+                               "alone are served (1024, or twice what may be under way; and what ulimit -n leaves)")
     serve_command.add_argument("--silence", type=number(float, 0.1), default=600, metavar="SECONDS",
                                help="an engine that says nothing for as long, longer than a forward takes, is taken "
                                     "for lost (%(default)s)")
@@ -139,7 +139,8 @@ def serve(arguments: argparse.Namespace) -> int:
     keys = api_keys(arguments)
     settings = settings_of(arguments)
     listener = listen(arguments.host, arguments.port)  # An address that is taken is told before a model is loaded.
-    house = House(room_for(arguments.connections, _KEPT_CONNECTIONS), _KEPT_CONNECTIONS)
+    most = arguments.connections or max(1024, 2 * (arguments.sequences + arguments.queue))
+    house = House(room_for(most, _KEPT_CONNECTIONS), _KEPT_CONNECTIONS)
     engine = EngineProcess(settings)
     engine.start()
     try:

@@ -86,8 +86,8 @@ class Guard:
             if read > self._most:
                 raise BodyRefused(self._long())
             if self._held > self._most_held:
-                raise BodyRefused(Refused(503, "too many bodies are being read; try again later", "server_error", "busy",
-                                          headers={"Retry-After": "1", "Connection": "close"}))
+                raise BodyRefused(Refused(503, "too many bodies are being read; try again later", "server_error",
+                                          "busy", headers={"Retry-After": "1", "Connection": "close"}))
             if not message.get("more_body"):
                 self._held, read = self._held - read, 0
             return message
