@@ -85,7 +85,8 @@ TEST_CASE("run says whether the model stopped or the limit did", "[cli]") {
 }
 
 TEST_CASE("text for a model with a vocabulary of its own is refused, with what reads it", "[cli]") {
-  const Outcome outcome = sluice::test::sluice("run --random-weights tiny " + kPrompt);
+  const TemporaryDirectory scratch;
+  const Outcome outcome = sluice::test::sluice(model_with(scratch, {{"bos_token_id", 1}}) + kPrompt);
   CAPTURE(outcome.err);
   CHECK(outcome.code == 2);
   CHECK(is_one_error(outcome));
