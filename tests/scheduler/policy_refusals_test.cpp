@@ -17,6 +17,7 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
   expect(complaint("history+pages | progressive=0.95"), {"progressive walks", "pages | progressive=0.95"});
   expect(complaint("pages | progressive=0.95,rule=certified"), {"digest box", "pages:box"});
   expect(complaint("pages | sampled"), {"sampled corrects", "lsh | sampled"});
+  expect(complaint("pages | int4 | sample=64"), {"sample draws among all tokens", "exact | int4 | sample=128"});
   expect(complaint("lsh | int4 | sampled"), {"estimate candidates", "scores as it goes"});
   expect(complaint("tactic | channels=9"), {"estimate candidates", "int4 before fitted"});
   expect(complaint("tactic | int4 | far=5000"), {"no budget of far tokens", "drop far"});
@@ -222,7 +223,7 @@ TEST_CASE("a value that names nothing is refused with its field", "[policy_text]
   expect(refused([](PolicySpec& spec) { spec.history.tables = static_cast<HistoryTables>(3); }),
          {"history.tables is 3", "[0, 2]"});
   expect(refused([](PolicySpec& spec) { spec.estimate = static_cast<Estimate>(5); }), {"estimate is 5", "[0, 4]"});
-  expect(refused([](PolicySpec& spec) { spec.budget.kind = static_cast<BudgetKind>(7); }), {"budget.kind is 7"});
+  expect(refused([](PolicySpec& spec) { spec.budget.kind = static_cast<BudgetKind>(8); }), {"budget.kind is 8"});
   expect(refused([](PolicySpec& spec) { spec.budget.rule = static_cast<ProgressRule>(4); }), {"budget.rule is 4"});
   expect(refused([](PolicySpec& spec) { spec.snapshot.pooling = static_cast<Pooling>(2); }), {"snapshot.pooling is 2"});
   expect(refused([](PolicySpec& spec) { spec.pages.digest = static_cast<DigestKind>(2); }), {"pages.digest is 2"});
