@@ -180,7 +180,7 @@ void Engine::Impl::Parking::load_body(runtime::ParkSource& source, const runtime
       // Where there is a window nothing is chosen, and so nothing is made of keys.
       if (engine_.memory.largest().window_in(layer) == 0)
         side_data_->make(engine_.memory.largest().plane(layer, made % engine_.options.shape.kv_heads),
-                         sequence.pages().blocks(), head.tokens);
+                         sequence.pages().blocks(), head.tokens, engine_.mean_block(sequence.pages(), head.tokens));
     }
     job = std::move(next);
   }
@@ -195,9 +195,11 @@ void Engine::Impl::Parking::finish_copies() {
     side_copies_.push_back(copy.to);
     engine_.table.hold(copy.to);
   }
-  const auto tokens = static_cast<std::uint32_t>(side_copies_.size() * engine_.options.page_tokens);
-  for (std::uint32_t plane = 0; plane < engine_.memory.largest().planes(); ++plane)
-    side_data_->make(plane, side_copies_, tokens);
+  for (const std::uint32_t block : side_copies_) {
+    const std::uint32_t first = engine_.mean_block_of(block);
+    for (std::uint32_t plane = 0; plane < engine_.memory.largest().planes(); ++plane)
+      side_data_->make(plane, std::span(&block, 1), engine_.options.page_tokens, first);
+  }
   side_data_->wait();
   let_go(side_copies_);
   engine_.copies.clear();
