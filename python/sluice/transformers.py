@@ -56,22 +56,31 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     if not hasattr(model, "config"):
         raise InvalidArgument(f"model is a {type(model).__name__}; give what from_pretrained of AutoModelForCausalLM "
                               "returns")
+    device = next(model.parameters()).device
+    options.setdefault("dense_tokens", dense_tokens(policy, device, ranks_of(model)))
+    return enable_for(model, [policy], host_bytes, Bucket(sequences, prefill_rows, sequences), sequences, options)
+
+
+def enable_for(model: transformers.PreTrainedModel, policies: Sequence[str], host_bytes: int, largest: Bucket,
+               sequences: int, options: dict[str, Any]) -> Enabled:
+    """As `enable`, for several policies: that of caches is the first of them, and their forks may have any."""
     config = model.config.get_text_config(decoder=True)
     refuse_of_the_model(options)
     refuse(model, config)
     kinds = layer_kinds(model, config)
     device = next(model.parameters()).device
-    options.setdefault("dense_tokens", dense_tokens(policy, device, ranks_of(model)))
     made = EngineOptions(
         layers=sum(kind.make is None for kind in kinds), **attention_shape(model, config, kinds),
         device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
-        host_bytes=_unsigned("host_bytes", host_bytes, 64) // ranks_of(model), sequences=sequences,
-        largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences),
+        host_bytes=_unsigned("host_bytes", host_bytes, 64) // ranks_of(model), sequences=sequences, largest=largest,
         **{**logit_options(model, config, kinds), **options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
-    made.make_room_for(policy, longest(config))
-    refuse_rehearsed(made, policy)
+    for policy in policies:
+        made.make_room_for(policy, longest(config))
+        refuse_rehearsed(made, policy)
+    made.cpu_sequences = made.cpu_sequences and sequences
+    made.cluster_sequences = made.cluster_sequences and sequences
     choose_near(made, options.get("near_bytes"), longest(config))
-    return Enabled(model, policy, Engine(made), kinds)
+    return Enabled(model, policies[0], Engine(made), kinds)
 
 
 class Enabled:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.evaluation.failures import Failures
 from sluice.evaluation.inputs import BYTES, Bytes, Task, Tokenizer, Vocabulary, Window, read_tasks, read_windows
-from sluice.evaluation.policies import split_policies
+from sluice.evaluation.policies import split_policies, with_floor
 from sluice.serving.arguments import add_model, check_folder, check_options, device_of, number, options_of
+from sluice.options import DENSE_AUTO
 from sluice.serving.ranks import Launch
 
 if TYPE_CHECKING:
@@ -29,13 +30,15 @@ def add_command(commands: Any) -> None:
     add_model(command, "5%% of --host-bytes, less where little is free")
     add = command.add_argument
     add("--policies", default="full;sluice", help="comma list; a comma followed by key=value goes on with the policy "
-        "before it, ; always ends it (%(default)s)")
+        "before it, ; always ends it; full is there always, as the floor (%(default)s)")
+    add("--dense-tokens", type=number(int, 0, DENSE_AUTO), default=0, metavar="N", help="sequences of up to N tokens "
+        "attend everything, whatever the policy says (%(default)s)")
     add("--tokenizer", help='another folder\'s, or "bytes": every byte of a text is a token (the model\'s)')
     add("--text", metavar="FILE", help="perplexity, and how far policies move the next token's distribution")
     add("--tokens", type=number(int, 2), default=4096, help="of a window of the text (%(default)s)")
     add("--windows", type=number(int, 1), default=8, help="that do not overlap (%(default)s)")
-    add("--score", type=number(int, 1), default=64, help="last tokens of a window, which are decoded one by one and "
-        "scored (%(default)s)")
+    add("--score", type=number(int, 1), default=64, help="last tokens of a window that are scored: each is foretold by "
+        "a token that chooses as if decoded, as the policy says (%(default)s)")
     add("--tasks", metavar="FILE", help='a JSON object on each line, {"task": name, "length": tokens, "prompt": ..., '
         '"answer": ...}; prompt and answer are texts or lists of token ids')
     add("--chat", action="store_true", help="prompts of tasks are what a user says in the model's chat template")
@@ -56,8 +59,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise InvalidArgument("there is nothing to evaluate on; give --text FILE, --tasks FILE or both")
     if Launch.of_environment().ranks > 1:
         raise Unsupported("eval runs in one process; start it without torchrun")
-    policies = split_policies(arguments.policies)
-    options = options_of(arguments)
+    policies = with_floor(split_policies(arguments.policies))
+    options = {"dense_tokens": arguments.dense_tokens, **options_of(arguments)}
     for policy in policies:
         check_options(options, policy)
     check_folder(arguments.model)
@@ -83,7 +86,7 @@ def run(arguments: argparse.Namespace, policies: Sequence[str], options: dict[st
     """All that was asked for, as --json has it. What can be refused is before anything runs."""
     from sluice._transformers_support import longest
     from sluice.evaluation.answers import Rules
-    from sluice.evaluation.decoding import check
+    from sluice.evaluation.decoding import ROWS, groups
     from sluice.evaluation.report import Progress
     from sluice.serving.load import end_ids, load_config
 
@@ -95,14 +98,13 @@ def run(arguments: argparse.Namespace, policies: Sequence[str], options: dict[st
     rules = Rules(arguments.decode_prompt, arguments.max_tokens, arguments.match == "contains", vocabulary)
     most = _check_sizes(arguments, windows, tasks, rules, longest(config), config.vocab_size)
     setup = _load(arguments, config, options)
-    for policy in policies:
-        check(setup, policy, most)
+    together = groups(setup, policies, most, arguments.score if windows else ROWS)
     rules = dataclasses.replace(rules, ends=end_ids(setup.model.generation_config))
     progress = Progress((len(windows) + len(tasks)) * (1 + len(policies)))
     try:
         return {"command": "eval", "config": _config_of(arguments, setup, policies), "versions": _versions(),
-                **_text(arguments, setup, windows, policies, progress),
-                **_tasks(setup, tasks, rules, policies, progress)}
+                **_text(arguments, setup, windows, together, progress),
+                **_tasks(setup, tasks, rules, together, progress)}
     finally:
         progress.clear()
 
@@ -148,26 +150,25 @@ def _check_sizes(arguments: argparse.Namespace, windows: Sequence[Window], tasks
     return max(tokens for _, tokens, _ in sequences)
 
 
-def _text(arguments: argparse.Namespace, setup: Setup, windows: Sequence[Window], policies: Sequence[str],
+def _text(arguments: argparse.Namespace, setup: Setup, windows: Sequence[Window], groups: Sequence[Sequence[str]],
           progress: Any) -> dict[str, Any]:
-    from sluice.evaluation.texts import score_windows, summary
+    from sluice.evaluation.texts import score_windows, summaries
 
     if not windows:
         return {}
     failures = Failures(progress.clear)
-    scores = score_windows(setup, windows, arguments.score, policies, progress.told, failures)
-    return {"text": {"results": [summary(policy, given, scores["dense"], arguments.seed)
-                                 for policy, given in scores.items()], "failed": failures.reasons}}
+    scores = score_windows(setup, windows, arguments.score, groups, progress.told, failures)
+    return {"text": {"results": summaries(scores, arguments.seed), "failed": failures.reasons}}
 
 
-def _tasks(setup: Setup, tasks: Sequence[Task], rules: Rules, policies: Sequence[str],
+def _tasks(setup: Setup, tasks: Sequence[Task], rules: Rules, groups: Sequence[Sequence[str]],
            progress: Any) -> dict[str, Any]:
     from sluice.evaluation.answers import answer_tasks, items, summaries
 
     if not tasks:
         return {}
     failures = Failures(progress.clear)
-    answers = answer_tasks(setup, tasks, rules, policies, progress.told, failures)
+    answers = answer_tasks(setup, tasks, rules, groups, progress.told, failures)
     return {"tasks": {"results": summaries(tasks, answers), "items": items(tasks, answers, rules),
                       "failed": failures.reasons}}
 
