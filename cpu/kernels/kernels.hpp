@@ -28,6 +28,7 @@ struct AttendRows {
   const float* const* scales = nullptr;     ///< [count] addresses of a token's K and V scale, of a type that has some
   const std::uint32_t* members = nullptr;   ///< [count] or null: bit h unset masks (row, h) out
   const float* scores = nullptr;            ///< [count, group] scores, or null: computed from K
+  const float* corrections = nullptr;       ///< [count] what is added to the scores of each row; null: nothing
   float* seen = nullptr;                    ///< [count, group] or null: receives the scores
   std::uint32_t count = 0;
   std::uint32_t group = 0;

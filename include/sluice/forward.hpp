@@ -4,6 +4,7 @@
 
 #include "sluice/curve_fit.hpp"
 #include "sluice/progress.hpp"
+#include "sluice/sample.hpp"
 #include "sluice/units.hpp"
 
 /// What describes a forward, in memory of the device. What a launch is given depends on a bucket alone, never on
@@ -79,7 +80,11 @@ struct ForwardRow {
   std::uint32_t recent_begin = 0;
   std::uint32_t pages = 0;         ///< of its first full pages as many are ranked by digest, per query head
   std::uint32_t page_picks = 0;    ///< and as many of them chosen; 0: only their scores are wanted
-  std::uint32_t picks = 0;         ///< of the tokens between, each query head chooses as many, at most max_picks
+  /// Of the tokens between, each query head chooses as many, at most max_picks; where they are drawn one fewer.
+  std::uint32_t picks = 0;
+  /// If there are any, `picks` are drawn: the scores of the tokens between are perturbed, the largest are attended, and
+  /// what they weigh is divided by the chance that they were drawn.
+  SampleDraws draws{};
   float mass = 0.f;                ///< or, if this is not 0, those that top-p keeps, see top_p.hpp
   /// Not 0: `mass` is a share by PSA's rule, for which its ranked pages are taken, as many at a time, see
   /// ChoosePagesTask; `page_picks` is 0.
@@ -121,6 +126,7 @@ struct ForwardRow {
   /// is chosen.
   [[nodiscard]] constexpr ForwardRow in(std::uint32_t layer, std::uint32_t window) const noexcept {
     ForwardRow row = *this;
+    row.draws = draws.in(layer);
     if (window == 0 && layer >= dense_layers && (dense_every == 0 || layer % dense_every != 0)) return row;
     const std::uint32_t newest = tokens + drafts;
     const bool cut = window != 0 && window < newest;
@@ -132,6 +138,7 @@ struct ForwardRow {
     row.asks = 0;
     row.proposed = 0;
     row.rest = 0;
+    row.draws = {};
     row.clusters = {};
     return row;
   }
@@ -167,6 +174,8 @@ struct ForwardNearRow {
   std::uint32_t used = 0;     ///< the newest forward that attended it
 };
 
+/// An entry of far_counts from here on is of a list that was drawn, see ForwardMemory::far_corrections.
+inline constexpr std::uint32_t kDrawnBit = 0x8000'0000u;
 /// An entry of near_of from here on is near.
 inline constexpr std::uint32_t kNearBit = 0x8000'0000u;
 /// A far row has a near one, which is not filled yet. Forwards are counted modulo this where near rows are concerned.

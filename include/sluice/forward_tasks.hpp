@@ -32,6 +32,7 @@ namespace sluice {
           .listed = pages ? row.page_picks : 0,
           .sinks = ranks ? row.sink_end : 0,
           .recent = ranks ? row.recent_begin : kNone,
+          .draws = ranks ? row.draws.of(list % m.shape.kv_heads, m.own_group()) : HeadDraws{},
           .out = m.scores + std::uint64_t{list} * m.shape.group() * m.score_room()};
 }
 

@@ -10,6 +10,7 @@
 #include "sluice/int4.hpp"
 #include "sluice/page.hpp"
 #include "sluice/progress.hpp"
+#include "sluice/sample.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/units.hpp"
 
@@ -75,6 +76,9 @@ struct ScoreInt4Task {
   std::uint32_t recent = kNone;
   const std::byte* tail = nullptr;        ///< page whose first K rows are the tail; 16-byte aligned
   std::uint32_t tail_rows = 0;            ///< at most page_tokens
+  /// If there are any, values between `sinks` and `recent` are soft-capped logits, each perturbed by its draw. Without
+  /// lists.
+  HeadDraws draws{};
   float* out = nullptr;                   ///< [group, row(page_tokens)]
 
   [[nodiscard]] constexpr std::uint32_t sink_pages(std::uint32_t page_tokens) const noexcept {

@@ -49,6 +49,10 @@ void carve_choice(Carver& parts, ForwardMemory& m) {
   if (m.largest.unbounded) take(parts, m.masks, heads(m) * m.mask_words());
   take(parts, m.near_lists, kv_heads(m) * m.list_room());
   take(parts, m.near_counts, kv_heads(m));
+  if (m.draw_room() != 0) {
+    take(parts, m.thresholds, heads(m));
+    take(parts, m.near_corrections, kv_heads(m) * m.draw_room());
+  }
   take(parts, m.far_listed, kv_heads(m));
   take(parts, m.far_windows, kv_heads(m));
 }
@@ -86,6 +90,7 @@ void carve_far(Carver& parts, ForwardMemory& m) {
     take(parts, m.far_ranked, heads(m) * m.max_ranked);
   }
   take(parts, m.far_rows, kv_heads(m) * m.list_room());
+  if (m.draw_room() != 0) take(parts, m.far_corrections, kv_heads(m) * m.draw_room());
   take(parts, m.far_counts, kv_heads(m));
   take(parts, m.far_out, heads(m) * m.shape.head_dim);
   take(parts, m.far_lse, heads(m));

@@ -167,6 +167,12 @@ constexpr Stage kStages[] = {
        s.budget.kind = BudgetKind::within;
        s.budget.alpha = read_number(w);
      }},
+    {"sample", true, Room::drawn,
+     [](const Word& w, PolicySpec& s) {
+       require_choosing(w, s);
+       s.budget.kind = BudgetKind::drawn;
+       read_larger_of(w, s.budget.min_tokens, s.budget.share);
+     }},
     {"far", true, Room::flat,
      [](const Word& w, PolicySpec& s) {
        require_choosing(w, s);
@@ -224,6 +230,13 @@ BudgetOptions what_is_read(const BudgetOptions& budget) {
       read.min_tokens = budget.min_tokens;
       read.share = budget.share;
       read.alpha = budget.alpha;
+      break;
+    case BudgetKind::drawn:
+      read.min_tokens = budget.min_tokens;
+      read.share = budget.share;
+      read.seed = budget.seed;
+      read.redraw = budget.redraw;
+      read.group_draws = budget.group_draws;
       break;
   }
   return read;

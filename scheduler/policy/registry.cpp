@@ -79,6 +79,8 @@ std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const Att
     case BudgetKind::sampled: return make_sampled_policy(spec, shape);
     case BudgetKind::verified: return make_verified_policy(spec, shape, page_tokens, layer);
     case BudgetKind::within: return make_within_policy(spec, shape, page_tokens);
+    case BudgetKind::drawn:
+      throw Error(Errc::unsupported, "sample is chosen by the device of an Engine, which has the 4-bit copies");
     case BudgetKind::top_k:
     case BudgetKind::top_p: break;
   }
