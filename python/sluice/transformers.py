@@ -64,6 +64,14 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
 def enable_for(model: transformers.PreTrainedModel, policies: Sequence[str], host_bytes: int, largest: Bucket,
                sequences: int, options: dict[str, Any]) -> Enabled:
     """As `enable`, for several policies: that of caches is the first of them, and their forks may have any."""
+    made, kinds = options_for(model, policies, host_bytes, largest, sequences, options)
+    return Enabled(model, policies[0], Engine(made), kinds)
+
+
+def options_for(model: transformers.PreTrainedModel, policies: Sequence[str], host_bytes: int, largest: Bucket,
+                sequences: int, options: dict[str, Any]) -> tuple[EngineOptions, Sequence[LayerKind]]:
+    """Of the engine that `enable_for` makes, and what keeps the tokens of each layer.
+    @throws Unsupported and InvalidArgument as that does"""
     config = model.config.get_text_config(decoder=True)
     refuse_of_the_model(options)
     refuse(model, config)
@@ -80,7 +88,7 @@ def enable_for(model: transformers.PreTrainedModel, policies: Sequence[str], hos
     made.cpu_sequences = made.cpu_sequences and sequences
     made.cluster_sequences = made.cluster_sequences and sequences
     choose_near(made, options.get("near_bytes"), longest(config))
-    return Enabled(model, policies[0], Engine(made), kinds)
+    return made, kinds
 
 
 class Enabled:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from sluice._transformers_support import longest
 from sluice.errors import Error, InternalError, OutOfCapacity
 from sluice.evaluation.reading import Reading, read_since
 from sluice.options import Bucket, EngineOptions
-from sluice.transformers import Enabled, enable_for
+from sluice.transformers import Enabled, enable_for, options_for
 
 ROWS = 128
 """Tokens behind a prompt that go through the model at once, at most: what an engine has room for grows with them."""
@@ -128,36 +127,41 @@ def dense(setup: Setup) -> Iterator[Subject]:
 @contextlib.contextmanager
 def under(setup: Setup, policies: Sequence[str], rows: int = ROWS) -> Iterator[Subject]:
     """The model in an engine for these policies, by up to `rows` rows at once."""
-    # A policy that begins with queries of the prompt finds them if that of the prompt wants some, too.
-    ordered = sorted(policies, key=lambda policy: not chooses_on_cpu(policy))
-    largest = Bucket(decode_rows=min(rows, ROWS), prefill_rows=setup.chunk, prefills=1)
-    with enable_for(setup.model, ordered, setup.host_bytes, largest, 2, dict(setup.options)) as enabled:
+    with enable_for(*_arguments(setup, policies, rows)) as enabled:
         yield Subject(setup, enabled)
 
 
-def groups(setup: Setup, policies: Sequence[str], tokens: int, rows: int = ROWS) -> list[list[str]]:
-    """Policies that one engine serves at a time, so that a prompt is read once for all of them. Makes an engine for
-    each group and gives it back: what a policy is refused for is known then, and not after an hour.
-    @throws OutOfCapacity if a sequence of as many tokens has no room; what engines refuse of a policy by itself"""
+def _arguments(setup: Setup, policies: Sequence[str], rows: int) -> tuple[Any, ...]:
+    # A policy that begins with queries of the prompt finds them if that of the prompt wants some, too.
+    ordered = sorted(policies, key=lambda policy: not chooses_on_cpu(policy))
+    largest = Bucket(decode_rows=min(rows, ROWS), prefill_rows=setup.chunk, prefills=1)
+    return setup.model, ordered, setup.host_bytes, largest, 2, dict(setup.options)
+
+
+def groups(setup: Setup, policies: Sequence[str], rows: int = ROWS) -> list[list[str]]:
+    """Policies that one engine serves at a time, so that a prompt is read once for all of them.
+    @throws what engines refuse of a policy by itself"""
     made: list[list[str]] = []
     for policy in policies:
+        options_for(*_arguments(setup, [policy], rows))
         for group in made:
             try:
-                check(setup, [*group, policy], tokens, rows)
+                options_for(*_arguments(setup, [*group, policy], rows))[0].memory_needed()
             except Error:  # Digests of another kind, or no room for both.
                 continue
             group.append(policy)
             break
         else:
-            check(setup, [policy], tokens, rows)
             made.append([policy])
     return made
 
 
 def check(setup: Setup, policies: Sequence[str], tokens: int, rows: int = ROWS) -> None:
+    """Makes an engine for these policies and gives it back: what is refused is known then, and not after an hour.
+    @throws OutOfCapacity if a sequence of as many tokens has no room"""
     with under(setup, policies, rows) as subject:
         for policy in policies:
-            # Those behind the prompt in blocks of the fork's own.
+            # A fork has blocks of its own for what comes behind the prompt.
             if not subject.enabled.engine.can_admit(min(tokens + 2 * rows, longest(_config(setup))), policy):
                 raise OutOfCapacity(f'{tokens} tokens under the policy "{policy}" have no room in {setup.host_bytes} '
                                     "bytes of host memory; give a larger --host-bytes")

@@ -94,15 +94,18 @@ def finite(value: Any) -> Any:
 
 
 class Target:
-    """Where JSON goes: a file that has all of it or stays as it was, standard output ("-"), or nowhere (None)."""
+    """Where results go: a file that has all of it or stays as it was, standard output ("-"), or nowhere (None)."""
 
-    def __init__(self, path: str | None) -> None:
-        self._path = path
+    def __init__(self, path: str | None, option: str) -> None:
+        self._path, self._option = path, option
         self._made: Path | None = None
 
     def write(self, results: dict[str, Any]) -> bool:
+        """As write_text()."""
+        return self.write_text(json.dumps(finite(results), allow_nan=False) + "\n")
+
+    def write_text(self, text: str) -> bool:
         """What the file does not take, as on a full disk, goes to standard output, and standard error says so: False."""
-        text = json.dumps(finite(results), allow_nan=False) + "\n"
         if self._path == "-":
             sys.stdout.write(text)
         elif self._made is not None:
@@ -110,7 +113,7 @@ class Target:
                 self._made.write_text(text, "utf-8")
                 self._made.replace(self._path)
             except OSError as error:
-                print(f"sluice: --json {self._path} was not written: {error}; standard output has it",
+                print(f"sluice: {self._option} {self._path} was not written: {error}; standard output has it",
                       file=sys.stderr, flush=True)
                 sys.stdout.write(text)
                 return False
@@ -119,16 +122,17 @@ class Target:
 
 
 @contextlib.contextmanager
-def target(path: str | None) -> Iterator[Target]:
-    """@throws InvalidArgument, before anything has run, if there cannot be such a file"""
-    made = Target(path)
+def target(path: str | None, option: str = "--json") -> Iterator[Target]:
+    """`option` names the path.
+    @throws InvalidArgument, before anything has run, if there cannot be such a file"""
+    made = Target(path, option)
     if path not in (None, "-"):
         if Path(path).is_dir():
-            raise InvalidArgument(f"--json: {path} is a folder; name a file")
+            raise InvalidArgument(f"{option}: {path} is a folder; name a file")
         try:
             handle, name = tempfile.mkstemp(prefix=f".{Path(path).name}.", dir=Path(path).absolute().parent)
         except OSError as error:
-            raise InvalidArgument(f"--json: {path} cannot be written: {error.strerror}") from None
+            raise InvalidArgument(f"{option}: {path} cannot be written: {error.strerror}") from None
         os.fchmod(handle, 0o666 & ~_umask())  # mkstemp makes files for their owner alone.
         os.close(handle)
         made._made = Path(name)

@@ -107,7 +107,8 @@ def test_limits() -> None:
 def test_summaries() -> None:
     """Of prompts that a policy loses, wins, and neither; by task and length."""
     def given(*right: bool) -> list[SimpleNamespace]:
-        return [SimpleNamespace(right=each, output=[index, each], reading=Reading(0.25, 0.25, 0, 0, 0)) for index, each in enumerate(right)]
+        return [SimpleNamespace(right=each, output=[index, each], reading=Reading(0.25, 0.25, 0, 0, 0))
+                for index, each in enumerate(right)]
 
     tasks = [task([1], [2])] * 4 + [task([1], [2], "b")]
     dense_, ours = given(True, True, True, False, True), given(False, False, True, True, True)

@@ -35,7 +35,8 @@ def nothing(_: str) -> None:
     pass
 
 
-def read(subject: Subject, window: Window, policy: str, at_once: int | None = None) -> tuple[torch.Tensor, Reading | None]:
+def read(subject: Subject, window: Window, policy: str,
+         at_once: int | None = None) -> tuple[torch.Tensor, Reading | None]:
     """The logits that foretell a window's last tokens, and what was read for them."""
     before = len(window.ids) - SCORED - 1
     with subject.prefix(window.ids[:before]) as prefix, prefix.under(policy) as session:
@@ -47,7 +48,8 @@ def test_by_hand() -> None:
     """Two tokens: dense attention gives the second one 3/4, the policy always 1/2."""
     wanted, got = torch.tensor([[0.0, math.log(3)]] * 2), torch.zeros(2, 2)
     window = Window(5, [0, 0, 1, 0])  # What is foretold are the last two: 1, and then 0.
-    ours, theirs = compare(window, wanted, got, Reading(0.5, 0.25, 0.125, 0, 0.125)), compare(window, wanted, wanted, None)
+    ours = compare(window, wanted, got, Reading(0.5, 0.25, 0.125, 0, 0.125))
+    theirs = compare(window, wanted, wanted, None)
     assert theirs.loss == pytest.approx([math.log(4 / 3), math.log(4)]) and theirs.kl == [0, 0]
     assert ours.loss == pytest.approx([math.log(2)] * 2)
     assert ours.kl == pytest.approx([0.75 * math.log(1.5) - 0.25 * math.log(2)] * 2)
@@ -163,9 +165,9 @@ def test_checks() -> None:
 def test_policies_share_engines() -> None:
     """But for those that want digests of another kind."""
     arkvale, quest = "pages:digest=cuboid_mean", "pages:digest=box"
-    assert groups(setup_of(model_of()), [quest, arkvale, "full", "lfps"], 500) == [[quest, "full", "lfps"], [arkvale]]
+    assert groups(setup_of(model_of()), [quest, arkvale, "full", "lfps"]) == [[quest, "full", "lfps"], [arkvale]]
     with pytest.raises(InvalidArgument, match="nonesuch"):
-        groups(setup_of(model_of()), ["full", "nonesuch"], 500)
+        groups(setup_of(model_of()), ["full", "nonesuch"])
 
 
 def test_logits_that_are_no_numbers() -> None:
