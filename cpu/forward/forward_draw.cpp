@@ -61,7 +61,8 @@ float Drawn::correction(std::uint32_t token) const noexcept {
     const float exponential = exponential_draw(draws_.key_of(draw), token);
     float largest = 0.f;  // Of the heads that share the draw.
     for (std::uint32_t h = draw; h < memory_.shape.group(); h += draws_.heads)
-      largest = std::max(largest, draw_rate(scores_[std::uint64_t{h} * row_.tokens + token], exponential, thresholds_[h]));
+      largest =
+          std::max(largest, draw_rate(scores_[std::uint64_t{h} * row_.tokens + token], exponential, thresholds_[h]));
     sum += largest;
   }
   return draw_correction(sum);

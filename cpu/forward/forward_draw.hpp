@@ -24,7 +24,7 @@ class Drawn {
   const ForwardMemory& memory_;
   const ForwardRow& row_;
   HeadDraws draws_;
-  const float* scores_;  ///< [group, tokens]
+  const float* scores_;               ///< [group, tokens]
   const DrawThresholds* thresholds_;  ///< [group]
 };
 

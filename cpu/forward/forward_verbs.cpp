@@ -90,6 +90,9 @@ void end(const ForwardMemory& m) {
   shared(outcome.near_tokens).store(state.near_tokens, std::memory_order_relaxed);
   shared(outcome.far_tokens).store(state.far_tokens, std::memory_order_relaxed);
   shared(outcome.fetched_tokens).store(state.fetched_tokens, std::memory_order_relaxed);
+  shared(outcome.drawn_heads).store(state.drawn_heads, std::memory_order_relaxed);
+  shared(outcome.error_bars).store(state.error_bars, std::memory_order_relaxed);
+  shared(outcome.wide_bars).store(state.wide_bars, std::memory_order_relaxed);
   shared(outcome.waited_ns).store(state.waited_ns, std::memory_order_relaxed);
   shared(outcome.awaited).store(state.awaited, std::memory_order_relaxed);
   shared(outcome.promoted).store(state.promoted, std::memory_order_relaxed);

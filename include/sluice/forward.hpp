@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "sluice/bucket.hpp"
 #include "sluice/curve_fit.hpp"
 #include "sluice/progress.hpp"
 #include "sluice/sample.hpp"
@@ -10,31 +11,6 @@
 /// What describes a forward, in memory of the device. What a launch is given depends on a bucket alone, never on
 /// lengths, so that a forward can be captured in a graph once and replayed for every token.
 namespace sluice {
-
-/// What a forward is made for, padding included. Everything that a verb launches follows from it.
-struct Bucket {
-  std::uint32_t decode_rows = 1;  ///< rows whose heads choose what they attend: new tokens, and drafts to verify
-  /// 1: each of these rows by itself, as if the tokens before it had been decoded one by one. Else as many new tokens
-  /// of a sequence, or fewer, are a *team*: what one of their heads chooses all of them attend, as far as they see it,
-  /// and keys and values are read once for all of them. decode_rows / drafts teams; decode_rows is a multiple of it,
-  /// and drafts times query heads per KV head are at most 32.
-  std::uint32_t drafts = 1;
-  std::uint32_t prefill_rows = 0;  ///< rows of chunks of prompts, which attend all that comes before them
-  std::uint32_t prefills = 0;      ///< how many chunks these are
-  std::uint32_t max_tokens = 0;  ///< of the longest sequence, a multiple of page_tokens; 0: all that there is room for
-  bool top_k = true;             ///< of these rows some choose a number of tokens
-  bool unbounded = false;        ///< of these rows some choose a share of the mass, or attend everything
-  bool pages = false;            ///< of these rows some rank pages by their digests
-  bool rehearsed = false;        ///< of these rows some choose by rehearsed queries, which `attend` is given
-  bool audit = false;            ///< what these rows attend is written down, see ForwardVerbs::audit
-  bool trace = false;            ///< when its stages run is written down, see ForwardVerbs::stamp
-  /// These rows attend everything, see ForwardVerbs::attend_whole: what an engine says of buckets of short sequences
-  /// (EngineOptions::dense_tokens), whatever it is given.
-  bool whole = false;
-
-  [[nodiscard]] constexpr std::uint32_t rows() const noexcept { return decode_rows + prefill_rows; }
-  friend constexpr bool operator==(const Bucket&, const Bucket&) = default;
-};
 
 /// Where the token of a packed row goes; see ForwardMemory::tokens.
 struct ForwardToken {
@@ -287,6 +263,9 @@ struct ForwardState {
   std::uint64_t fetching_ns = 0;       ///< when it began to wait for what the CPU chooses, by the device's clock
   std::uint32_t near_rows = 0;         ///< that hold something, of all planes
   std::uint64_t promoted = 0;          ///< rows brought near so far
+  std::uint64_t drawn_heads = 0;       ///< as in EngineStats
+  std::uint64_t error_bars = 0;
+  std::uint64_t wide_bars = 0;
   std::uint64_t near_tokens = 0;       ///< attended so far, by all rows that choose, layers and KV heads
   std::uint64_t far_tokens = 0;        ///< likewise, that the CPU was told of
   std::uint64_t fetched_tokens = 0;    ///< likewise, over the link, by the device
@@ -339,6 +318,9 @@ struct ForwardMailbox {
     std::uint64_t forward = 0;      ///< newest that ended; written after everything else
     std::uint64_t good = 0;         ///< newest that got to its end
     std::uint64_t unplanned = 0;    ///< replays without a plan so far
+    std::uint64_t drawn_heads = 0;  ///< as in EngineStats
+    std::uint64_t error_bars = 0;
+    std::uint64_t wide_bars = 0;
     std::uint64_t near_tokens = 0;  ///< as in ForwardState
     std::uint64_t far_tokens = 0;
     std::uint64_t fetched_tokens = 0;

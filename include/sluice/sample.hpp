@@ -8,10 +8,11 @@ namespace sluice {
 
 /// Tokens drawn without replacement by their estimated softmax weight.
 ///
-/// A query head perturbs the estimate e of each candidate by a Gumbel draw g and attends the M largest sums phi = e + g:
-/// priority sampling (Duffield, Lund, Thorup, J. ACM 2007), as Gumbel top-k (Kool, van Hoof, Welling, arXiv 1903.06059).
-/// Its weight exp(s) is divided by the chance pi that the token was drawn, so that numerator and denominator of the
-/// softmax are unbiased whatever the estimates are worth (Horvitz and Thompson, 1952): the logit is s - ln pi.
+/// A query head perturbs the estimate e of each candidate by a Gumbel draw g and attends the M largest sums phi = e +
+/// g: priority sampling (Duffield, Lund, Thorup, J. ACM 2007), as Gumbel top-k (Kool, van Hoof, Welling, arXiv
+/// 1903.06059). Its weight exp(s) is divided by the chance pi that the token was drawn, so that numerator and
+/// denominator of the softmax are unbiased whatever the estimates are worth (Horvitz and Thompson, 1952): the logit is
+/// s - ln pi.
 ///
 /// Given the draws of all other tokens, a head draws a token if its phi exceeds the head's threshold: the (M+1)-th
 /// largest phi for a token that is among the M largest, the M-th for any other. With E = exp(-g), which is exponential,
@@ -73,6 +74,12 @@ struct SampleDraws {
 struct DrawThresholds {
   float largest_left = -std::numeric_limits<float>::infinity();  ///< the (M+1)-th largest score
   float least_drawn = -std::numeric_limits<float>::infinity();   ///< the M-th
+};
+
+/// Error bars in millionths: beyond a million times the sum they say no more.
+struct ErrorBar {
+  static constexpr float kMost = 1e6f;
+  static constexpr std::uint32_t kWide = 100'000;  ///< 10%
 };
 
 /// The exponential number that a draw is: -ln(1 - u).

@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     wants = parser().parse_args()
     torch.set_num_threads(wants.threads)
-    model = AutoModelForCausalLM.from_pretrained(wants.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(wants.model, dtype=torch.float32, trust_remote_code=False)
     texts = [make(task, wants.length, wants.seed + index) for task in wants.tasks.split(",")
              for index in range(wants.count)]
     prompts = Prompts(model, [(text["prompt"], text["answer"]) for text in texts],

@@ -115,7 +115,7 @@ class Search:
             options["near_bytes"] = wants.near_bytes
         model = load_model(folder, wants.dtype).to(device_of(wants)).eval()
         self.setup = Setup(model, wants.prefill_rows, wants.host_bytes, options)
-        self.context, self.ends = model.config.max_position_embeddings, end_ids(model.generation_config)
+        self.context, self.ends = model.config.max_position_embeddings, end_ids(model)
         self.vocabulary = Tokenizer(folder)
 
     def texts(self) -> None:

@@ -11,6 +11,7 @@ from sluice import _structs as structs
 from sluice._library import library
 from sluice.errors import Error, NotFound, Unsupported
 from sluice.evaluation.command import add_command as add_eval
+from sluice.serving.arguments import in_arguments
 from sluice.serving.command import add_commands
 
 
@@ -51,7 +52,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except (Error, OSError) as error:
-        print(f"sluice: {error}", file=sys.stderr)
+        print(f"sluice: {in_arguments(str(error))}", file=sys.stderr)
         return NotFound.exit_code if isinstance(error, FileNotFoundError) else getattr(error, "exit_code", 1)
     except ModuleNotFoundError as error:
         print(f"sluice: {error}; pip install './python[serve]', in Sluice's sources, has what this command needs",

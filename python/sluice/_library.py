@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
@@ -77,6 +78,13 @@ _STATUS = {
 }
 
 
+OWNER = "EngineOptions."
+"""Of an option's name in messages."""
+
+_OPTION = re.compile(r"EngineOptions::(\w+)")
+_RENAMED = {"timeout": "timeout_ms"}  # Of C++'s options, what is not called so in Python.
+
+
 class Library:
     """A loaded libsluice.so. Its functions are attributes, without `sluice_`; they let other threads run meanwhile.
     `attend_held` is `engine_attend` that does not, and `attend_rehearsed_held` likewise: what only enqueues is done
@@ -114,14 +122,16 @@ class Library:
         call.argtypes, call.restype = arguments, c_int
         return call
 
-    def error(self, status: int) -> Error:
-        """What the calling thread's newest call that failed is to raise."""
-        text = self._last_error().decode(errors="replace")
+    def error(self, status: int, owner: str = OWNER) -> Error:
+        """What the calling thread's newest call that failed is to raise. `owner`: what its text has before names of
+        options."""
+        text = _OPTION.sub(lambda found: owner + _RENAMED.get(found[1], found[1]),
+                           self._last_error().decode(errors="replace")).replace("AdmissionOptions::", "AdmissionOptions.")
         return BY_STATUS.get(status, Error)(text or f"sluice_status {status}")
 
-    def check(self, status: int) -> None:
+    def check(self, status: int, owner: str = OWNER) -> None:
         if status:
-            raise self.error(status)
+            raise self.error(status, owner)
 
     @property
     def path(self) -> str:

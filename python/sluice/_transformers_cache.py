@@ -117,6 +117,11 @@ class SluiceCache(Cache):
         self._uneven = False  # A forward failed, and some layers may have its tokens.
         self._columns_before = 0  # those of the newest forward
         self._running: torch.nn.Module | None = None  # the outermost one that has this cache
+        self.chunk: int | None = None
+        """Columns of a prompt that go through the model at once; None: as many as the engine takes."""
+
+        self.keep: int | None = None
+        """Of how many newest tokens the forward that runs wants logits; None: of all."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._each("reorder_cache", beam_idx)
@@ -157,6 +162,10 @@ class SluiceCache(Cache):
                                   ) from reason
         self.rows.truncate(keep)
 
+    def layer_of(self, kind: str) -> Any:
+        """The first layer of a type."""
+        return next(layer for layer, each in zip(self.layers, self._kinds) if each.type == kind)
+
     def reset(self) -> None:
         self.rows.clear()
         # Not their own reset(), which leaves zeros behind in some versions.
@@ -164,8 +173,9 @@ class SluiceCache(Cache):
             self.layers[index] = self._kinds[index].make()
         self._uneven, self._running = False, None
 
-    def forward_begins(self, module: torch.nn.Module) -> None:
-        """Raises InvalidArgument if no forward can go on from here. Modules with this cache may lie in each other."""
+    def forward_begins(self, module: torch.nn.Module, keep: int | None = None) -> None:
+        """Raises InvalidArgument if no forward can go on from here. Modules with this cache may lie in each other, and
+        the outermost one says what is kept."""
         if self._running is module:  # It was interrupted: hooks learn of no KeyboardInterrupt.
             handed.clear()
             self.enabled.turn.drop()
@@ -175,7 +185,7 @@ class SluiceCache(Cache):
             raise InvalidArgument("a forward with this cache failed, and its layers may not have the same tokens any "
                                   "more; reset() it, or begin with a new one")
         if self._running is None:
-            self._running, self._columns_before = module, self.rows.columns
+            self._running, self._columns_before, self.keep = module, self.rows.columns, keep
 
     def forward_ends(self, module: torch.nn.Module) -> None:
         if self._running is module:

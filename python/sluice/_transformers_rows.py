@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +19,13 @@ class Turn:
     """An engine runs one forward after another. A thread takes the turn with the first layer that the engine attends
     and gives it back with the last; other threads wait for it, at most the engine's `timeout_ms`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, grow: Callable[[int], Engine] | None = None) -> None:
+        """`grow` makes an engine for so many rows in the place of this one, in which none lives; None: it has as many
+        as were asked for."""
         self.engine = engine
         self.holder: Rows | None = None
+        self.all_rows: weakref.WeakSet[Rows] = weakref.WeakSet()
+        self._grow = grow
         self._lock = threading.Lock()
         self._thread: int | None = None
 
@@ -30,6 +36,18 @@ class Turn:
             raise Timeout(f"a forward of this model in another thread took more than {timeout_ms} ms; give enable() a "
                           "larger timeout_ms")
         self.holder, self._thread = holder, threading.get_ident()
+
+    def make_room(self, rows: int, holder: Rows) -> None:
+        """For so many rows of the holder, which has none yet, beside those of other caches."""
+        live = sum(len(each) for each in list(self.all_rows) if each is not holder)
+        has, wanted = self.engine.options.sequences, live + rows
+        if wanted <= has:
+            return
+        if live or self._grow is None:
+            others = f" where {live} live in other caches" if live else ""
+            raise OutOfCapacity(f"{rows} rows{others}, and the engine was made for {has}; "
+                                f"{'let go of those caches, or ' if live else ''}give enable() sequences={wanted}")
+        self.engine = self._grow(wanted)
 
     def drop(self) -> None:
         """Takes back the forward of the calling thread that did not get to its last layer; else does nothing."""
@@ -63,7 +81,10 @@ class Rows:
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
         self._bucket = Bucket()
         self._lost = False  # A row could not be forked; the others have ended with it.
-        weakref.finalize(self, _end_all, turn.engine, self._sequences)
+        self._in_pieces = False  # Columns are parts of a prompt, also where there is one alone.
+        self._strange: Sequence[str] = ()  # Why this forward is not read in pieces.
+        turn.all_rows.add(self)
+        weakref.finalize(self, _end_all, turn, self._sequences)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -84,12 +105,12 @@ class Rows:
         q [rows, q_heads, n, head_dim], k and v [rows, kv_heads, n, head_dim] of one dtype; mask [rows, columns + n], 0
         where a column is padding; sinks [q_heads]: logits that take part in the softmax and have no value. Returns
         [rows, n, q_heads, head_dim], zeros where a column is padding."""
-        engine = self._turn.engine
         stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
         if layer == 0:
             self._begin(q, mask, stream)
         elif self._turn.holder is not self or layer != self._next_layer:
             raise InvalidArgument(f"attention layer {layer} comes without those before it; models are to run whole")
+        engine = self._turn.engine  # _begin may have changed it.
         out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype, device=q.device)
         if self._forward is not None:
             packed = out.flatten(0, 1) if self._kept is None else torch.empty(
@@ -104,6 +125,15 @@ class Rows:
         if self._next_layer == engine.options.layers:
             self._finish()
         return out
+
+    @contextlib.contextmanager
+    def reads_in_pieces(self, strange: Sequence[str]) -> Iterator[None]:
+        """In it forwards are pieces of a longer one; or all of it, if it is called with `strange` arguments."""
+        self._in_pieces, self._strange = True, strange
+        try:
+            yield
+        finally:
+            self._in_pieces, self._strange = False, ()
 
     def forget_forward(self) -> None:
         """Cancels the forward that is under way: no row has its tokens."""
@@ -133,7 +163,7 @@ class Rows:
                     self._sequences.append(rows[-1])
         except Error:
             self._lost = True
-            _end_all(engine, self._sequences)
+            _end_all(self._turn, self._sequences)
             raise
         self._sequences[:] = rows
         self._mask = self._mask[indices]
@@ -150,7 +180,7 @@ class Rows:
         """Takes the newest columns back, until there are as many. Without any left the rows end, and the next forward
         begins others."""
         if columns == 0:
-            _end_all(self._turn.engine, self._sequences)
+            _end_all(self._turn, self._sequences)
             self._mask = None
         if columns >= self.columns:
             return
@@ -163,7 +193,7 @@ class Rows:
         """Ends all rows."""
         if self._turn.holder is self:
             self._turn.drop()
-        _end_all(self._turn.engine, self._sequences)
+        _end_all(self._turn, self._sequences)
         self._mask, self._lost = None, False
 
     def _begin(self, q: torch.Tensor, mask: torch.Tensor | None, stream: Any) -> None:
@@ -174,13 +204,14 @@ class Rows:
         self._turn.take(self)
         try:
             self._whole = self._mask_after(batch, new_columns, mask)
-            if self._mask is None and len(self) > batch:
-                _end_all(self._turn.engine, self._sequences)
+            if self._mask is None and len(self) != batch:
+                _end_all(self._turn, self._sequences)
+                self._turn.make_room(batch, self)
             while len(self) < batch:
                 self._sequences.append(self._turn.engine.begin(self._policy))
             new = self._whole[:, self.columns:]
             self._kept = None if new.all() else tuple(new.nonzero().T.to(q.device))
-            self._plan(new.sum(1).tolist(), new_columns > 1 and not self.chooses, stream)
+            self._plan(new.sum(1).tolist(), new_columns > 1 and not self.chooses or self._in_pieces, stream)
         except BaseException:
             self._turn.give_back()
             raise
@@ -206,7 +237,8 @@ class Rows:
         rows, largest = sum(counts), engine.options.largest
         if prefill and rows > largest.prefill_rows:
             raise Unsupported(f"{rows} tokens of prompts at once, and the engine was made for {largest.prefill_rows}; "
-                              "give generate() a prefill_chunk_size, or enable() more prefill_rows")
+                              f"they are not read in pieces, as it is not known what of {', '.join(self._strange)} "
+                              "belongs to which token: give enable() more prefill_rows")
         if not prefill and rows > largest.decode_rows:
             raise OutOfCapacity(f"{rows} rows at once, and the engine was made for {largest.decode_rows}; give "
                                 "enable() more sequences")
@@ -238,9 +270,9 @@ def take_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Non
     out.copy_(out.float() * torch.sigmoid(lse - sinks.float())[..., None])
 
 
-def _end_all(engine: Engine, sequences: list[int]) -> None:
+def _end_all(turn: Turn, sequences: list[int]) -> None:
     while sequences:
         try:
-            engine.end(sequences.pop())
+            turn.engine.end(sequences.pop())
         except Error:  # The engine is closed, which has ended all.
             continue

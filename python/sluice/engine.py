@@ -13,7 +13,7 @@ from sluice import _structs as structs
 from sluice import figures
 from sluice._areas import Buffer, Path, file_name, is_path, readable, writable
 from sluice._closing import Closing
-from sluice._library import library
+from sluice._library import OWNER, library
 from sluice._tensors import Argument
 from sluice.errors import DeviceError, InvalidArgument
 from sluice.figures import Audit, HeadAudit, Memory, SequenceMemory, Stats
@@ -32,13 +32,15 @@ class Engine(Closing):
     take turns. Other threads of Python run meanwhile, but during `attend` on a GPU, which only enqueues.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, *, owner: str = OWNER) -> None:
+        """`owner`: what messages have before names of options, for those who have set them in another way."""
+        self._owner = owner
         self._handle: ctypes.c_void_p | None = None
         # A signal's handler may interrupt a call of the same thread, hence RLock.
         self._lock, self._figures_lock = threading.RLock(), threading.RLock()
         self._library = lib = library()
         handle = ctypes.c_void_p()
-        lib.check(lib.engine_create(byref(options._to_struct()), byref(handle)))
+        lib.check(lib.engine_create(byref(options._to_struct()), byref(handle)), owner)
         self._handle = handle
         made = structs.EngineOptions()
         lib.check(lib.engine_get_options(handle, byref(made)))
@@ -157,7 +159,7 @@ class Engine(Closing):
                     None if q is None else self._q(q), _stream(stream))
             finally:
                 self._exports.clear()
-            self._library.check(status)
+            self._library.check(status, self._owner)
             if layer + 1 == self.options.layers:
                 self._imports.pop(sequence, None)
             elif self._asynchronous:
@@ -233,7 +235,7 @@ class Engine(Closing):
             finally:
                 self._exports.clear()
             if status:
-                raise self._library.error(status)
+                raise self._library.error(status, self._owner)
             if self._asynchronous and self._forwards:
                 # All layers of a forward are enqueued before the next is planned.
                 self._forwards[next(reversed(self._forwards))].append((q, k, v, out, lse, rehearsed))
@@ -245,7 +247,7 @@ class Engine(Closing):
             status = self._library.engine_finish(self._open(), forward)
             if status in (0, DeviceError.status):
                 self._forwards.pop(forward, None)
-            self._library.check(status)
+            self._library.check(status, self._owner)
 
     def cancel(self, forward: int) -> None:
         """Takes a plan back and all behind it; no sequence has its new tokens."""
@@ -301,7 +303,7 @@ class Engine(Closing):
 
     def _call(self, function: Callable[..., int], *arguments: object) -> None:
         with self._lock:
-            self._library.check(function(self._open(), *arguments))
+            self._library.check(function(self._open(), *arguments), self._owner)
 
 
 def _closed() -> InvalidArgument:

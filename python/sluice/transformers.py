@@ -14,34 +14,40 @@ What cannot be served is refused with the reason. Versions of transformers that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import transformers
 from transformers.masking_utils import AttentionMaskInterface
 
+from sluice._library import OWNER
 from sluice._transformers_attention import attention, mask
 from sluice._transformers_balance import balance
 from sluice._transformers_cache import LayerKind, SluiceCache, handed, not_attended
+from sluice._transformers_pieces import in_pieces
 from sluice._transformers_rows import Turn
 from sluice._transformers_support import (NAME, attention_shape, changing, choose_near, dense_tokens, install,
                                           kv_dtype, layer_kinds, logit_options, longest, ranks_of, refuse,
                                           refuse_of_the_model, refuse_rehearsed)
 from sluice.engine import Engine
-from sluice.errors import InvalidArgument, Unsupported
+from sluice.errors import Error, InvalidArgument, OutOfCapacity, Unsupported
 from sluice.options import Bucket, EngineOptions, _unsigned
+
+_SEQUENCES = 16  # Where it is not said how many.
+_OWNER = "enable()'s "  # Of options, in messages.
 
 __all__ = ["Enabled", "balance", "enable"]
 
 
 def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_bytes: int = 1 << 30, *,
-           sequences: int = 16, prefill_rows: int = 2048, **options: Any) -> Enabled:
+           sequences: int | None = None, prefill_rows: int = 2048, **options: Any) -> Enabled:
     """Has this model attend by `policy`, with keys and values of at most `host_bytes`. `sequences`: rows of a batch, or
-    beams, that live at once, in all caches; forks of beams need room for as many again. `prefill_rows`: tokens of a
-    prompt, over all rows of a batch, that go through the model at once; `generate` splits longer ones. `options` are
-    others of EngineOptions; without `near_bytes` the memory of a GPU for near keys and values is chosen by what is
-    free, and without `dense_tokens` policy `sluice` has DENSE_AUTO. What is returned takes it back: `close()`, or `with`.
+    beams, that live at once, in all caches; None: 16, or as many as a batch has that comes while no other cache has any.
+    `prefill_rows`: tokens of a prompt, over all rows of a batch, that go through the model's decoder at once; longer
+    ones are read in pieces. `options` are others of EngineOptions; without `near_bytes` the memory of a GPU for near
+    keys and values is chosen by what is free, and without `dense_tokens` policy `sluice` has DENSE_AUTO. What is
+    returned takes it back: `close()`, or `with`.
 
     Several tokens of a row in one call are taken for a part of its prompt and attend all that comes before them; single
     ones choose as the policy says.
@@ -58,23 +64,38 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
                               "returns")
     device = next(model.parameters()).device
     options.setdefault("dense_tokens", dense_tokens(policy, device, ranks_of(model)))
-    return enable_for(model, [policy], host_bytes, Bucket(sequences, prefill_rows, sequences), sequences, options)
+
+    def made_for(rows: int) -> EngineOptions:
+        return options_for(model, [policy], host_bytes, Bucket(rows, prefill_rows, rows), rows, options)
+
+    return _enabled(model, policy, made_for, sequences, options)
 
 
 def enable_for(model: transformers.PreTrainedModel, policies: Sequence[str], host_bytes: int, largest: Bucket,
                sequences: int, options: dict[str, Any]) -> Enabled:
     """As `enable`, for several policies: that of caches is the first of them, and their forks may have any."""
-    made, kinds = options_for(model, policies, host_bytes, largest, sequences, options)
-    return Enabled(model, policies[0], Engine(made), kinds)
+    def made_for(_: int) -> EngineOptions:
+        return options_for(model, policies, host_bytes, largest, sequences, options)
+
+    return _enabled(model, policies[0], made_for, sequences, options)
 
 
-def options_for(model: transformers.PreTrainedModel, policies: Sequence[str], host_bytes: int, largest: Bucket,
-                sequences: int, options: dict[str, Any]) -> tuple[EngineOptions, Sequence[LayerKind]]:
-    """Of the engine that `enable_for` makes, and what keeps the tokens of each layer.
-    @throws Unsupported and InvalidArgument as that does"""
+def _enabled(model: transformers.PreTrainedModel, policy: str, made_for: Callable[[int], EngineOptions],
+             sequences: int | None, options: dict[str, Any]) -> Enabled:
     config = model.config.get_text_config(decoder=True)
     refuse_of_the_model(options)
     refuse(model, config)
+    kinds = layer_kinds(model, config)
+    try:
+        return Enabled(model, policy, lambda rows: Engine(made_for(rows), owner=_OWNER), kinds, sequences)
+    except Error as error:
+        raise type(error)(str(error).replace(OWNER, _OWNER)) from None
+
+
+def options_for(model: transformers.PreTrainedModel, policies: Sequence[str], host_bytes: int, largest: Bucket,
+                sequences: int, options: dict[str, Any]) -> EngineOptions:
+    """Of an engine for these policies and a model that is not refused."""
+    config = model.config.get_text_config(decoder=True)
     kinds = layer_kinds(model, config)
     device = next(model.parameters()).device
     made = EngineOptions(
@@ -88,15 +109,18 @@ def options_for(model: transformers.PreTrainedModel, policies: Sequence[str], ho
     made.cpu_sequences = made.cpu_sequences and sequences
     made.cluster_sequences = made.cluster_sequences and sequences
     choose_near(made, options.get("near_bytes"), longest(config))
-    return made, kinds
+    return made
 
 
 class Enabled:
     """What `enable` has done to a model."""
 
-    def __init__(self, model: transformers.PreTrainedModel, policy: str, engine: Engine,
-                 kinds: Sequence[LayerKind]) -> None:
-        self.engine, self.policy, self.turn = engine, policy, Turn(engine)
+    def __init__(self, model: transformers.PreTrainedModel, policy: str, made_for: Callable[[int], Engine],
+                 kinds: Sequence[LayerKind], sequences: int | None) -> None:
+        """`made_for` makes an engine for so many rows."""
+        engine = made_for(_SEQUENCES if sequences is None else sequences)
+        self.policy, self._made_for = policy, made_for
+        self.turn = Turn(engine, self._grow if sequences is None else None)
         self._model, self._kinds, self._closed = model, kinds, False
         transformers.AttentionInterface.register(NAME, attention)
         AttentionMaskInterface.register(NAME, mask)
@@ -110,9 +134,18 @@ class Enabled:
             for module in {model, model.base_model, model.get_decoder()}:
                 self._hooks += [module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
                                 module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)]
+            self._decoder = _innermost(model)
+            self._own_forward = vars(self._decoder).get("forward")
+            self._forward = in_pieces(self._decoder.forward, _cache_of, engine.options.largest.prefill_rows)
+            self._decoder.forward = self._forward
             self._own_generate = vars(model).get("generate")
             self._generate = model.generate
             model.generate = self._generate_here
+
+    @property
+    def engine(self) -> Engine:
+        """It is made anew for more rows than it was made for, where enable() was not told how many there will be."""
+        return self.turn.engine
 
     def cache(self) -> SluiceCache:
         """An empty cache, for `past_key_values` of generate() or of the model: keep it for the next turn."""
@@ -126,15 +159,23 @@ class Enabled:
             self._closed = True
             for hook in self._hooks:
                 hook.remove()
-            # Another library may have put its own in this place.
-            if vars(self._model).get("generate") == self._generate_here:
-                del self._model.generate
-                if self._own_generate is not None:
-                    self._model.generate = self._own_generate
+            _put_back(self._model, "generate", self._generate_here, self._own_generate)
+            _put_back(self._decoder, "forward", self._forward, self._own_forward)
             try:
                 self._model.set_attn_implementation(self._before)
             finally:
                 self.engine.close()
+
+    def _grow(self, rows: int) -> Engine:
+        old = self.engine.options
+        if old.device != "cpu":
+            torch.cuda.synchronize(old.device)  # The old one's memory may still be read.
+        self.engine.close()
+        try:
+            return self._made_for(1 << (rows - 1).bit_length())
+        except Error as error:
+            self.turn.engine = self._made_for(old.sequences)
+            raise OutOfCapacity(f"{rows} rows at once, for which no engine can be made: {error}") from error
 
     def __enter__(self) -> Enabled:
         return self
@@ -147,7 +188,8 @@ class Enabled:
         if cache is not None:
             if cache.enabled is not self:
                 raise InvalidArgument("past_key_values is a cache of another model; take one of this model's cache()")
-            cache.forward_begins(module)
+            keep = arguments.get("logits_to_keep")
+            cache.forward_begins(module, keep if isinstance(keep, int) and arguments.get("labels") is None else None)
 
     def _after_forward(self, module: torch.nn.Module, inputs: tuple, arguments: dict[str, Any], output: Any) -> None:
         cache, left = _cache_of(inputs, arguments), handed.layer
@@ -190,20 +232,25 @@ class Enabled:
         elif not isinstance(given, SluiceCache):
             raise InvalidArgument(f"past_key_values is a {type(given).__name__}; with Sluice it is what cache() of "
                                   "enable()'s result returns")
-        if said("prefill_chunk_size") is None and given.get_seq_length() == 0:
-            chunk = self._chunk(inputs, options, max(said("num_beams") or 1, said("num_return_sequences") or 1))
-            if chunk is not None:
-                options["prefill_chunk_size"] = chunk
+        # transformers splits ids alone, and not behind what a cache has.
+        given.chunk, options["prefill_chunk_size"] = said("prefill_chunk_size"), None
         return self._generate(*inputs, **options)
 
-    def _chunk(self, inputs: tuple, options: dict[str, Any], repeats: int) -> int | None:
-        """Tokens of a prompt that go through the model at once; None if all do."""
-        names = ("inputs", "input_ids", "inputs_embeds")
-        first = next((each for each in (*inputs, *map(options.get, names)) if torch.is_tensor(each)), None)
-        if first is None:
-            return None
-        chunk = max(1, self.engine.options.largest.prefill_rows // (first.shape[0] * repeats))
-        return chunk if first.shape[1] > chunk else None
+
+def _innermost(model: transformers.PreTrainedModel) -> torch.nn.Module:
+    """The decoder, which has layers and no head."""
+    decoder = model.get_decoder()
+    while hasattr(decoder, "get_decoder") and (inner := decoder.get_decoder()) is not decoder:
+        decoder = inner
+    return decoder
+
+
+def _put_back(owner: torch.nn.Module, name: str, ours: Any, before: Any) -> None:
+    """An attribute of one object as it was, unless another library has put its own in this place."""
+    if vars(owner).get(name) == ours:
+        delattr(owner, name)
+        if before is not None:
+            setattr(owner, name, before)
 
 
 def _cache_of(inputs: tuple, arguments: dict[str, Any]) -> SluiceCache | None:

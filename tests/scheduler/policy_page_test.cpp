@@ -81,6 +81,7 @@ std::string policy_with(const std::string& option, bool is_source) {
   // Stages of one policy, which do not go without each other.
   if (option.rfind("skewed", 0) == 0) return "exact | within=4 | " + option;
   if (option.rfind("within", 0) == 0) return "exact | skewed=20% | " + option;
+  if (option.rfind("sample=", 0) == 0) return "exact | int4 | " + option;
   if (option == "rehearsed") return "exact | skewed=20% | within=4 | dense=1 | rehearsed";
   const char* source = option.rfind("fitted", 0) == 0        ? "clusters"
                        : option.rfind("progressive", 0) == 0 ? "pages"

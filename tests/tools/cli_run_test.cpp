@@ -84,6 +84,14 @@ TEST_CASE("run says whether the model stopped or the limit did", "[cli]") {
   CHECK(stopped.at("tokens").size() == first);
 }
 
+TEST_CASE("text for a model with a vocabulary of its own is refused, with what reads it", "[cli]") {
+  const Outcome outcome = sluice::test::sluice("run --random-weights tiny " + kPrompt);
+  CAPTURE(outcome.err);
+  CHECK(outcome.code == 2);
+  CHECK(is_one_error(outcome));
+  CHECK(contains(outcome.err, "python -m sluice run --model DIR --file FILE"));
+}
+
 TEST_CASE("token ids come from standard input too", "[cli]") {
   const TemporaryDirectory scratch;
   const std::string ids = scratch.write("ids", "[256, 72, 101, 114, 101, 32, 119, 101]");

@@ -104,6 +104,9 @@ __global__ void end_kernel(const __grid_constant__ ForwardMemory m) {
   outcome.near_tokens = state.near_tokens;
   outcome.far_tokens = state.far_tokens;
   outcome.fetched_tokens = state.fetched_tokens;
+  outcome.drawn_heads = state.drawn_heads;
+  outcome.error_bars = state.error_bars;
+  outcome.wide_bars = state.wide_bars;
   outcome.waited_ns = state.waited_ns;
   outcome.promoted = state.promoted;
   outcome.near_rows = state.near_rows;

@@ -54,6 +54,7 @@ struct ForwardScratch {
   float* partials = nullptr;             ///< of AttendArgs
   std::uint32_t* far_rows = nullptr;     ///< as in ForwardMemory, before they cross the link
   std::uint32_t* fetched = nullptr;      ///< likewise, if the device fetches: as an AttendJob wants them
+  float* far_corrections = nullptr;      ///< as in ForwardMemory, likewise, before they cross the link
   /// Of choices by top-k of all tokens: bounds and centers with layers, the others without.
   Foresight foresight{};
   std::uint32_t head_blocks = 1;         ///< jobs that share the query heads of a KV head

@@ -43,6 +43,7 @@ struct Shared {
   float unit[kHeads];                ///< what a product has to be multiplied by
   float sum[kHeads];                 ///< over the channels, scaled
   float least[kHeads];               ///< scores from here on are candidates
+  std::uint32_t draw[kHeads];        ///< keys of the heads' draws, if there are any
   /// Of each octet of the block's chunks. Those that are not there lie at the beginning.
   Places codes[kMostChunks * kOctets / kWarpOctets];
   std::uint32_t params[kMostChunks * kOctets];  ///< likewise
@@ -209,6 +210,7 @@ template <std::uint32_t kHeadDim>
 struct LaneHead {
   bool there;
   float unit, sum, least;  ///< see Shared
+  std::uint32_t draw;
   float* out;              ///< of the part's first token that is the lane's
 };
 

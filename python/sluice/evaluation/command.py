@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace, policies: Sequence[str], options: dict[st
     from sluice.evaluation.report import Progress
     from sluice.serving.load import end_ids, load_config
 
-    config = load_config(arguments.model).get_text_config(decoder=True)
+    config = load_config(arguments.model, arguments.trust_remote_code).get_text_config(decoder=True)
     vocabulary = functools.cache(lambda: _vocabulary(arguments, config))
     windows = read_windows(arguments.text, vocabulary(), arguments.tokens, arguments.windows,
                            arguments.seed) if arguments.text else []
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace, policies: Sequence[str], options: dict[st
     together = groups(setup, policies, rows)
     for group in together:
         check(setup, group, most, rows)
-    rules = dataclasses.replace(rules, ends=end_ids(setup.model.generation_config))
+    rules = dataclasses.replace(rules, ends=end_ids(setup.model, vocabulary().tokenizer if arguments.chat else None))
     progress = Progress((len(windows) + len(tasks)) * (1 + len(policies)))
     try:
         return {"command": "eval", "config": _config_of(arguments, setup, policies), "versions": _versions(),
@@ -144,7 +144,8 @@ def _load(arguments: argparse.Namespace, config: Any, options: dict[str, Any]) -
 
     # The library's sdpa, which most models begin with, leaves a soft-cap out.
     attention = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
-    model = load_model(arguments.model, arguments.dtype, **attention).to(device_of(arguments)).eval()
+    model = load_model(arguments.model, arguments.dtype, arguments.trust_remote_code, **attention)
+    model = model.to(device_of(arguments)).eval()
     if arguments.near_bytes is not None:
         options = {**options, "near_bytes": arguments.near_bytes}
     return Setup(model, arguments.prefill_rows, arguments.host_bytes, options)
@@ -153,7 +154,7 @@ def _load(arguments: argparse.Namespace, config: Any, options: dict[str, Any]) -
 def _vocabulary(arguments: argparse.Namespace, config: Any) -> Vocabulary:
     if arguments.tokenizer == BYTES:
         return Bytes(getattr(config, "bos_token_id", None))
-    return Tokenizer(arguments.tokenizer or arguments.model)
+    return Tokenizer(arguments.tokenizer or arguments.model, arguments.trust_remote_code)
 
 
 def _check_sizes(arguments: argparse.Namespace, windows: Sequence[Window], tasks: Sequence[Task], rules: Rules,

@@ -77,7 +77,8 @@ class Prefix:
         cache = self._cache.fork(policy)
         cache.rows.chooses = True
         try:
-            yield Session(self._subject, cache, self._tokens, 1 if chooses_on_cpu(policy) else ROWS)
+            yield Session(self._subject, cache, self._tokens,
+                          1 if chooses_on_cpu(policy) else self._subject.enabled.engine.options.largest.decode_rows)
         finally:
             cache.reset()
 
@@ -134,7 +135,8 @@ def under(setup: Setup, policies: Sequence[str], rows: int = ROWS) -> Iterator[S
 def _arguments(setup: Setup, policies: Sequence[str], rows: int) -> tuple[Any, ...]:
     # A policy that begins with queries of the prompt finds them if that of the prompt wants some, too.
     ordered = sorted(policies, key=lambda policy: not chooses_on_cpu(policy))
-    largest = Bucket(decode_rows=min(rows, ROWS), prefill_rows=setup.chunk, prefills=1)
+    # No more than go through the decoder at once.
+    largest = Bucket(decode_rows=min(rows, ROWS, setup.chunk), prefill_rows=setup.chunk, prefills=1)
     return setup.model, ordered, setup.host_bytes, largest, 2, dict(setup.options)
 
 
@@ -146,7 +148,7 @@ def groups(setup: Setup, policies: Sequence[str], rows: int = ROWS) -> list[list
         options_for(*_arguments(setup, [policy], rows))
         for group in made:
             try:
-                options_for(*_arguments(setup, [*group, policy], rows))[0].memory_needed()
+                options_for(*_arguments(setup, [*group, policy], rows)).memory_needed()
             except Error:  # Digests of another kind, or no room for both.
                 continue
             group.append(policy)

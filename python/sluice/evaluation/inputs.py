@@ -47,34 +47,34 @@ class Bytes:
 class Tokenizer:
     """Of a model with a tokenizer of transformers."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, trust_remote_code: bool = False) -> None:
         """@throws CannotLoad if there is none"""
         from sluice.serving.arguments import CannotLoad
         from sluice.serving.load import load_tokenizer
 
         try:
-            self._tokenizer = load_tokenizer(name)
+            self.tokenizer = load_tokenizer(name, trust_remote_code)
         except CannotLoad as error:
             raise CannotLoad(f"{error}. --tokenizer DIR names another folder, and --tokenizer bytes is for models "
                              "whose tokens are bytes; tasks of token ids need none") from None
-        begin = self._tokenizer.bos_token_id
+        begin = self.tokenizer.bos_token_id
         self.begins: list[int] = [begin] if begin is not None and self._ids("", True)[:1] == [begin] else []
 
     def encode(self, text: str) -> list[int]:
         return self._ids(text, False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def chat(self, text: str) -> list[int]:
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidArgument("--chat: this model's tokenizer has no chat template; leave it out")
-        return self._tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
+        return self.tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
                                                    tokenize=True, return_dict=False)
 
     def _ids(self, text: str, special: bool) -> list[int]:
         # verbose: a text may be longer than the model's context, only windows of it run.
-        return self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,16 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
+from sluice.errors import InvalidArgument
 from sluice.serving.answers import Form
+from sluice.serving.arguments import in_arguments
 from sluice.serving.guard import Answer, encoded
 from sluice.serving.metrics import Metrics
 from sluice.serving.process import Answers, EngineLost, EngineProcess, Ready
 from sluice.serving.protocol import MOST_CHOICES, ChatRequest, CompletionRequest, Refused
 from sluice.serving.requests import Chosen, Event
+from sluice.serving.template import rendered
+from sluice.serving.tokens import TokenBytes
 
 _LEAST_LONGEST = 16  # Characters: some texts become shorter before they become tokens.
 _T = TypeVar("_T")
@@ -41,6 +45,7 @@ class Answering:
     def __init__(self, engine: EngineProcess, ready: Ready, tokenizer: Any, front: Front) -> None:
         self.engine, self.metrics = engine, Metrics(lambda: engine.status)
         self._ready, self._tokenizer, self._front = ready, tokenizer, front
+        self._tokens = TokenBytes(tokenizer)
         # One thread: tokenizers are not to be used by two at once.
         self._reader = ThreadPoolExecutor(1, "sluice-tokenizer")
         self._places = 0  # Of requests whose prompts are being read.
@@ -79,8 +84,7 @@ class Answering:
                           param="chat_template_kwargs")
 
         def tokens() -> list[int]:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False,
-                                                       **wants.chat_template_kwargs)
+            text = rendered(self._tokenizer, messages, **wants.chat_template_kwargs)
             self._check_length(text, "messages")
             return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -89,6 +93,8 @@ class Answering:
                 return [await self._read(tokens)]
             except Refused:
                 raise
+            except InvalidArgument as error:
+                raise Refused(400, str(error), param="messages") from None
             except Exception as error:  # Templates are programs, and refuse messages by raising what they like.
                 raise Refused(400, f"the model's chat template does not take these messages: {error}",
                               param="messages") from None
@@ -114,7 +120,7 @@ class Answering:
             except EngineLost:
                 self.metrics.requests.labels("failed").inc()
                 raise
-        form = Form(self._front.name, chat, self._tokenizer, samplings[0][0].logprobs is not None)
+        form = Form(self._front.name, chat, self._tokens, samplings[0][0].logprobs is not None)
         counted = Counted(self.metrics, tokens, wants.n)
         if not wants.stream:
             return await unless_gone(request, whole(answers, form, counted)) or Response(status_code=499)
@@ -192,7 +198,7 @@ class Counted:
         """@throws Refused if the event is an error"""
         metrics, now = self._metrics, time.monotonic()
         if event.error:
-            raise Refused(500, f"the request failed: {event.error}", "server_error")
+            raise Refused(500, f"the request failed: {in_arguments(event.error)}", "server_error")
         if index in self._heard:
             metrics.next_token.observe(now - self._heard[index])
         else:

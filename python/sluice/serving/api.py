@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from sluice.serving.answering import Answering, Front, lost
-from sluice.serving.guard import Answer, Guard, body_limit
+from sluice.serving.guard import Answer, BodyRefused, Guard, body_limit
 from sluice.serving.process import EngineLost, EngineProcess, Ready
 from sluice.serving.protocol import ChatRequest, CompletionRequest, Refused
 
@@ -65,22 +65,22 @@ def _add_routes(app: FastAPI, answering: Answering, ready: Ready, front: Front) 
     async def chat_completions(wants: ChatRequest, request: Request) -> Response:
         return await answering.chat(wants, request)
 
-    @routes.get("/models")
+    @routes.api_route("/models", methods=["GET", "HEAD"])
     async def models() -> Response:
         return Answer({"object": "list", "data": [told]})
 
-    @routes.get("/models/{model:path}")
+    @routes.api_route("/models/{model:path}", methods=["GET", "HEAD"])
     async def model_of(model: str) -> Response:
         answering.check_model(model)
         return Answer(told)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         if engine.lost is not None:
             raise EngineLost(engine.lost)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=["GET", "HEAD"])
     async def metrics() -> Response:
         return PlainTextResponse(answering.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -103,6 +103,8 @@ def invalid(error: RequestValidationError) -> Refused:
 
 def unserved(request: Request, error: HTTPException) -> Refused:
     """What the web framework refuses."""
+    if isinstance(error, BodyRefused):
+        return error.refused
     told = {404: f"there is no route {request.url.path}",
             405: f"{request.method} is not served at {request.url.path}",
             400: "the body cannot be read; it must be JSON in UTF-8, and not deeply nested"}

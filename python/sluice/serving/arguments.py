@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sluice.errors import Error, InvalidArgument
+from sluice.errors import Error, InvalidArgument, Unsupported
 from sluice.options import EngineOptions
 from sluice.serving.process import Settings
 
@@ -22,11 +22,19 @@ class CannotLoad(Error):
     exit_code = 2
 
 
+class NotInstalled(CannotLoad):
+    """A package that the model needs is missing."""
+
+    exit_code = Unsupported.exit_code
+
+
+GGUF = ".gguf"
 # Of EngineOptions, what sets them.
 _OTHERS = {"layers": "the model", "q_heads": "the model", "kv_heads": "the model", "head_dim": "the model",
            "scale": "the model", "softcap": "the model", "windows": "the model",
            "device": "--device", "host_bytes": "--host-bytes", "near_bytes": "--near-bytes",
            "sequences": "--sequences", "largest": "--sequences and --prefill-rows"}
+_SAID = {**_OTHERS, "kv_dtype": "--kv-dtype"}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -66,7 +74,7 @@ def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], An
 def add_model(parser: argparse.ArgumentParser, near: str) -> None:
     """A model, and what an engine for it may take. `near`: the memory that it takes by itself."""
     add = parser.add_argument
-    add("--model", required=True, help="a folder as transformers saves it, or a name that it knows")
+    add("--model", required=True, help="a folder as transformers saves it, a file of GGUF, or a name that transformers knows")
     add("--host-bytes", type=size, default=Settings.host_bytes, help="host memory for keys and values (8GiB)")
     add("--near-bytes", type=size, help="of a GPU's memory, for keys and values that are attended often; 0: none "
         f"({near})")
@@ -75,6 +83,8 @@ def add_model(parser: argparse.ArgumentParser, near: str) -> None:
     add("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
     add("--dtype", default=Settings.dtype, choices=("auto", "float32", "float16", "bfloat16"),
         help="of the model (as it was saved)")
+    add("--trust-remote-code", action="store_true", help="Python files of the model's may run; without it a model that "
+        "needs them is refused")
     add("--kv-dtype", choices=("f32", "f16", "bf16", "fp8_e4m3"), help="of keys and values in memory; fp8_e4m3: half "
         "the host memory, rounded to 8 bits (the model's)")
     add("--option", type=option, action="append", default=[], metavar="NAME=VALUE",
@@ -128,8 +138,19 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     return Settings(model=arguments.model, policy=arguments.policy, host_bytes=arguments.host_bytes,
                     context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,
                     slowdown=arguments.slowdown, device=device, dtype=arguments.dtype,
+                    trust_remote_code=arguments.trust_remote_code,
                     graphs=arguments.graphs, compile=arguments.compile, prefix=not arguments.no_prefix_cache,
                     silence_s=getattr(arguments, "silence", Settings.silence_s), options=options)
+
+
+def in_arguments(text: str) -> str:
+    """A message that names options of an engine, with the arguments that set them."""
+    def argument(found: re.Match[str]) -> str:
+        return _SAID.get(found[1], f"--option {found[1]}")
+
+    fields = "|".join(each.name for each in dataclasses.fields(EngineOptions))
+    text = re.sub(rf"\A({fields})(?= is )", argument, text)
+    return re.sub(r"(?:EngineOptions|AdmissionOptions)\.(\w+)", argument, text)
 
 
 def check_options(options: dict[str, Any], policy: str) -> None:
@@ -154,10 +175,24 @@ def _engine_options(**options: Any) -> EngineOptions:
 
 
 def check_folder(model: str) -> None:
-    """Refuses a folder that is none or has no model. Another word is a name, which transformers looks up."""
+    """Refuses a folder that is none or has no model, and files but those of GGUF. Another word is a name, which
+    transformers looks up."""
     folder = Path(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise CannotLoad(f"{model} has no model: config.json is missing")
-    elif folder.exists() or folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+            files = sorted(each.name for each in folder.glob(f"*{GGUF}"))
+            raise CannotLoad(f"{model} has no model: config.json is missing" + (
+                f"; --model {folder / files[0]} is a file of GGUF in it" if files else ""))
+    elif folder.is_file() and folder.suffix != GGUF:
+        raise CannotLoad(f"{model} is a file; --model is the folder that has it, with config.json and the files of the "
+                         f"tokenizer beside it, or a file of GGUF (*{GGUF})")
+    elif folder.suffix == GGUF and not folder.exists():
+        raise CannotLoad(f"there is no file {model}")
+    elif not folder.is_file() and (folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1):
         raise CannotLoad(f"there is no folder {model}")
+
+
+def source(model: str) -> tuple[str, dict[str, str]]:
+    """What transformers' from_pretrained takes for --model: the place, and the file of GGUF in it, if it is one."""
+    path = Path(model)
+    return (str(path.parent), {"gguf_file": path.name}) if path.suffix == GGUF else (model, {})

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +25,14 @@ BEAT_S = 1.0  #: The process says something as often, if it is not in a forward,
 _STATUS_S = 0.1  # and of itself, if it is busy.
 
 
+@dataclass(frozen=True)
+class NotLoaded:
+    """What the process says if it has no model."""
+
+    why: str
+    exit_code: int  #: as errors have it
+
+
 def main(connection: Connection, settings: Settings) -> None:
     """The process. Lists of requests come in, lists of numbers to give up, and None or the pipe's end to end it."""
     for number in (signal.SIGINT, signal.SIGTERM):  # Of a group they are meant for the web server, which ends this one.
@@ -36,7 +45,9 @@ def main(connection: Connection, settings: Settings) -> None:
     try:
         loop, ready = load_loop(settings)
     except Exception as error:  # Whatever transformers raises: it is told, and that is all.
-        _say(connection, f"{type(error).__name__}: {error}")
+        known = isinstance(error, Error)
+        _say(connection, NotLoaded(str(error) if known else f"{type(error).__name__}: {error}",
+                                   error.exit_code if known else Error.exit_code))
         return
     loaded.set()
     if _say(connection, ready):

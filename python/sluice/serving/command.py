@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.errors import Error, InvalidArgument
-from sluice.serving.arguments import CannotLoad, add_engine, add_sampling, number, settings_of, size
+from sluice.serving.arguments import GGUF, CannotLoad, add_engine, add_sampling, number, settings_of, size
 from sluice.serving.child import exit_at_once, exit_of_rank
 from sluice.serving.process import EngineLost, EngineProcess
 from sluice.serving.ranks import Disagreed, Launch
@@ -23,6 +23,7 @@ from sluice.serving.talk import chat, run
 
 KEY_VARIABLE = "SLUICE_API_KEY"
 _DRAIN_S = 5  # After a signal to end.
+_KEPT_CONNECTIONS = 4  # For /health and /metrics.
 
 
 class CannotListen(Error):
@@ -41,6 +42,8 @@ def add_commands(commands: Any) -> None:
                                help="answers that may wait; more are refused with 429 (%(default)s)")
     serve_command.add_argument("--api-key", help=f"that clients must have; or the environment's {KEY_VARIABLE}")
     serve_command.add_argument("--max-body", type=size, help="bytes of a request (128 for a token of the context)")
+    serve_command.add_argument("--connections", type=number(int, 1), default=1024, help="at once; with more /health and "
+                               "/metrics alone are served (%(default)s, and what ulimit -n leaves)")
     serve_command.add_argument("--silence", type=number(float, 0.1), default=600, metavar="SECONDS",
                                help="an engine that says nothing for as long, longer than a forward takes, is taken "
                                     "for lost (%(default)s)")
@@ -94,8 +97,8 @@ def api_key(arguments: argparse.Namespace) -> str | None:
 
 
 def name_of(model: str) -> str:
-    """The folder's, even if that is called "." or ends with a slash."""
-    return Path(model).resolve().name
+    """The folder's, even if that is called "." or ends with a slash, or the file's."""
+    return Path(model).resolve().name.removesuffix(GGUF)
 
 
 def follow(arguments: argparse.Namespace) -> int:
@@ -117,13 +120,12 @@ def follow(arguments: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    import uvicorn
-
     from sluice.serving.answering import Front
     from sluice.serving.api import create_app
+    from sluice.serving.connections import House, WebServer, room_for
     from sluice.serving.load import load_tokenizer
 
-    class WebServer(uvicorn.Server):
+    class Draining(WebServer):
         """Lets answers end when it is told to, for a while; then they are told why they do not."""
 
         def handle_exit(self, sig: int, frame: Any) -> None:
@@ -133,15 +135,18 @@ def serve(arguments: argparse.Namespace) -> int:
     key = api_key(arguments)
     settings = settings_of(arguments)
     listener = listen(arguments.host, arguments.port)  # An address that is taken is told before a model is loaded.
+    house = House(room_for(arguments.connections, _KEPT_CONNECTIONS), _KEPT_CONNECTIONS)
     engine = EngineProcess(settings)
     engine.start()
     try:
         # Both take seconds, at the same time.
-        tokenizer = load_tokenizer(arguments.model)
+        tokenizer = load_tokenizer(arguments.model, arguments.trust_remote_code)
         try:
             ready = engine.ready()
         except EngineLost as error:
-            raise CannotLoad(" ".join(str(error).removeprefix("CannotLoad: ").split())) from None
+            failed = CannotLoad(" ".join(str(error).split()))
+            failed.exit_code = error.exit_code
+            raise failed from None
         name = arguments.name or name_of(arguments.model)
         front = Front(name, arguments.queue, key, arguments.max_body)
         app = create_app(engine, ready, tokenizer, front)
@@ -149,8 +154,7 @@ def serve(arguments: argparse.Namespace) -> int:
         near = "" if settings.device == "cpu" else f"{ready.near_bytes / 2**30:.2f} GiB of the GPU for near tokens, "
         print(f"{name}: {ready.limit} tokens of context, {arguments.sequences} answers at once, {near}"
               f"http://{f'[{host}]' if ':' in host else host}:{port}/v1", file=sys.stderr, flush=True)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_DRAIN_S + 5)
-        WebServer(config).run(sockets=[listener])
+        Draining(app, house, _DRAIN_S + 5).run(sockets=[listener])
     finally:
         engine.close()
     return 0

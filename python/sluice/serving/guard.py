@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from sluice.serving.protocol import Refused
 
 OPEN = frozenset({"/health", "/metrics"})  #: routes that need no key
-_LEAST_BODY, _BYTES_OF_TOKEN = 4 << 20, 128
+_LEAST_BODY, _BYTES_OF_TOKEN, _LEAST_HELD = 4 << 20, 128, 256 << 20
 
 
 def body_limit(context: int) -> int:
@@ -31,20 +31,43 @@ class Answer(JSONResponse):
         return encoded(content)
 
 
+def origin_form(target: str) -> str:
+    """A path; of an absolute form, as proxies may send it, without scheme and authority (RFC 9112, 3.2.2)."""
+    scheme, separator, rest = target.partition("://")
+    if not separator or scheme.lower() not in ("http", "https"):
+        return target
+    return "/" + rest.partition("/")[2]
+
+
+class BodyRefused(HTTPException):
+    """While a body is read, where the web framework lets no other error pass."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.status, str(refused))
+        self.refused = refused
+
+
 class Guard:
-    """ASGI middleware that checks the key, and how long bodies are."""
+    """ASGI middleware that checks the key, and how long bodies are, each and all together."""
 
     def __init__(self, app: Any, key: str | None, most: int, refuse: Callable[[Refused], JSONResponse]) -> None:
         """`most`: bytes of a body. `refuse`: the answer to what is refused."""
         self._app, self._key, self._most, self._refuse = app, key, most, refuse
+        self._most_held, self._held = max(_LEAST_HELD, 4 * most), 0  # Of bodies that are not whole yet.
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        path = origin_form(scope["path"])
+        if path != scope["path"]:
+            scope = {**scope, "path": path, "raw_path": origin_form(scope["raw_path"].decode("latin-1")).encode(
+                "latin-1")}
         headers = dict(scope["headers"])
-        if scope["path"] not in OPEN and not self._knows(headers.get(b"authorization", b"")):
+        # What refuses a body without reading it ends the connection.
+        ends = {"Connection": "close"} if self._has_body(headers) else {}
+        if path not in OPEN and not self._knows(headers.get(b"authorization", b"")):
             refused = Refused(401, "the API key is wrong or missing: send it as Authorization: Bearer KEY",
-                              code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+                              code="invalid_api_key", headers={"WWW-Authenticate": "Bearer", **ends})
             return await self._refuse(refused)(scope, receive, send)
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18 or int(length) > self._most:
@@ -54,13 +77,25 @@ class Guard:
         async def counted() -> Any:
             nonlocal read
             message = await receive()
-            read += len(message.get("body", b""))
+            new = len(message.get("body", b""))
+            read, self._held = read + new, self._held + new
             if read > self._most:
-                refused = self._long()
-                raise HTTPException(refused.status, str(refused))
+                raise BodyRefused(self._long())
+            if self._held > self._most_held:
+                raise BodyRefused(Refused(503, "too many bodies are being read; try again later", "server_error", "busy",
+                                          headers={"Retry-After": "1", "Connection": "close"}))
+            if not message.get("more_body"):
+                self._held, read = self._held - read, 0
             return message
 
-        await self._app(scope, counted, send)
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._held -= read
+
+    @staticmethod
+    def _has_body(headers: dict[bytes, bytes]) -> bool:
+        return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
 
     def _knows(self, header: bytes) -> bool:
         if self._key is None:
@@ -70,4 +105,5 @@ class Guard:
         return hmac.compare_digest(given.strip(), self._key.encode()) and kind.lower() == b"bearer"
 
     def _long(self) -> Refused:
-        return Refused(413, f"the body is too long; it may have {self._most} bytes", code="body_too_long")
+        return Refused(413, f"the body is too long; it may have {self._most} bytes", code="body_too_long",
+                       headers={"Connection": "close"})

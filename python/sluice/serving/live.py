@@ -19,7 +19,8 @@ class Live:
         self.past = Past(request.sampling, request.prompt)
         self.sequence: int | None = None
         self.cached: int | None = None  # Tokens of the prompt that were found.
-        self._detokenizer, self._stops = Detokenizer(tokenizer), StopTexts(request.sampling.stop)
+        self._detokenizer = Detokenizer(tokenizer, prompt=request.prompt)
+        self._stops = StopTexts(request.sampling.stop)
         self._untold: list[Chosen] = []  # Tokens whose text is held back.
 
     def take(self, chosen: Chosen, end_ids: Set[int], limit: int) -> Event:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,15 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 from sluice.errors import InvalidArgument
-from sluice.serving.arguments import CannotLoad
+from sluice.serving.arguments import CannotLoad, NotInstalled, source
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
 from sluice.serving.process import Ready, Settings
 from sluice.serving.ranks import START_S, Launch, join
 from sluice.serving.sharded import ShardedModel
+from sluice.serving.template import turn_ends
+from sluice.serving.tokens import TokenBytes
+from sluice.serving.weights import refuse_incomplete
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
@@ -29,19 +33,49 @@ def _loading(what: str, remedy: str = "") -> Iterator[None]:
     """Whatever transformers raises becomes a line."""
     try:
         yield
+    except CannotLoad:
+        raise
     except Exception as error:
-        raise CannotLoad(f"{what} cannot be loaded{remedy}: {' '.join(str(error).split())}") from error
+        text = " ".join(str(error).split())
+        if "trust_remote_code" in text:
+            raise CannotLoad(f"{what} cannot be loaded: the model brings Python code of its own, which would run with "
+                             "all your rights; read it, and if you trust it give --trust-remote-code") from error
+        kind = NotInstalled if isinstance(error, ImportError) else CannotLoad
+        raise kind(f"{what} cannot be loaded{remedy}: {text}") from error
 
 
-def load_tokenizer(model: str) -> Any:
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers writes tables of what it makes up, which is refused here in a line."""
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(before)
+
+
+def _check_gguf(model: str) -> None:
+    """@throws NotInstalled if the model is a file of GGUF and nothing here reads it"""
+    if source(model)[1] and importlib.util.find_spec("gguf") is None:
+        raise NotInstalled(f"{model} is read by the package gguf, which is not installed: pip install "
+                           "'./python[gguf]', in Sluice's sources, has it")
+
+
+def load_tokenizer(model: str, trust_remote_code: bool = False) -> Any:
+    _check_gguf(model)
+    place, file = source(model)
     # transformers advises to install packages, also where there is no tokenizer at all.
-    with _loading(f"the tokenizer of {model}", "; its files, such as tokenizer.json, must be beside the model"):
-        return transformers.AutoTokenizer.from_pretrained(model)
+    remedy = "" if file else "; its files, such as tokenizer.json, must be beside the model"
+    with _loading(f"the tokenizer of {model}", remedy):
+        return transformers.AutoTokenizer.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
 
 
-def load_config(model: str) -> transformers.PreTrainedConfig:
+def load_config(model: str, trust_remote_code: bool = False) -> transformers.PreTrainedConfig:
+    _check_gguf(model)
+    place, file = source(model)
     with _loading(f"the configuration of {model}"):
-        return transformers.AutoConfig.from_pretrained(model)
+        return transformers.AutoConfig.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
 
 
 def _damaged(model: str) -> str | None:
@@ -58,47 +92,64 @@ def _damaged(model: str) -> str | None:
     return None
 
 
-def load_model(model: str, dtype: str, **options: Any) -> transformers.PreTrainedModel:
-    """`dtype`: auto, or torch's name of one."""
+def load_model(model: str, dtype: str, trust_remote_code: bool = False,
+               **options: Any) -> transformers.PreTrainedModel:
+    """`dtype`: auto, or torch's name of one. `trust_remote_code`: Python files of the model's may run. In all loading
+    here that is said, never left out: transformers would ask on standard input, and take any line for an answer."""
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     try:
-        with _loading(f"the model {model}"):
-            return transformers.AutoModelForCausalLM.from_pretrained(
-                model, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **options)
+        _check_gguf(model)
+        place, file = source(model)
+        with _loading(f"the model {model}"), _quiet():
+            made, told = transformers.AutoModelForCausalLM.from_pretrained(
+                place, **file, dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                trust_remote_code=trust_remote_code, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+            refuse_incomplete(model, made, told)
+            return made
     except CannotLoad as error:
         damaged = _damaged(model)  # Not before: a folder may have files that the model does without.
         if damaged is None:
             raise
-        raise CannotLoad(f"{error}; {damaged}") from error
+        raise type(error)(f"{error}; {damaged}") from error
 
 
-def end_ids(generation: transformers.GenerationConfig) -> frozenset[int]:
-    """Tokens with which a model ends an answer."""
-    ends = generation.eos_token_id
-    return frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
+def end_ids(model: transformers.PreTrainedModel, tokenizer: Any = None) -> frozenset[int]:
+    """Tokens with which a model ends an answer: as its generation_config has them, and of special tokens that of its
+    configuration, the tokenizer's and the one that ends turns in the chat template."""
+    def listed(ends: Any) -> set[int]:
+        return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+
+    ends = listed(model.generation_config.eos_token_id)
+    if tokenizer is not None:
+        # Where a configuration says nothing, its class may have a number of another vocabulary.
+        special = TokenBytes(tokenizer).is_special
+        config = model.config.get_text_config(decoder=True)
+        ends |= set(filter(special, listed(config.eos_token_id) | listed(model.config.eos_token_id)))
+        ends |= listed(tokenizer.eos_token_id) | turn_ends(tokenizer)
+    return frozenset(ends)
 
 
-def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.GenerationConfig]:
+def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.PreTrainedModel]:
     launch = Launch.of_environment()
     options = {"context": settings.context, "sequences": settings.sequences, "prefill_rows": settings.prefill_rows,
                "graphs": settings.graphs, **settings.options}
     if launch.ranks == 1:
-        model = load_model(settings.model, settings.dtype).to(settings.device)
+        model = load_model(settings.model, settings.dtype, settings.trust_remote_code).to(settings.device)
         packed = PackedModel(model, settings.policy, settings.host_bytes, compile=settings.compile, **options)
-        return packed, model.generation_config
+        return packed, model
     if settings.compile:
         raise InvalidArgument("--compile: a model that several processes share is not compiled; leave it out")
     ranks = join(launch, settings.device, settings.silence_s)
     model, error = None, None
     try:
-        model = load_model(settings.model, settings.dtype,
+        model = load_model(settings.model, settings.dtype, settings.trust_remote_code,
                            distributed_config=DistributedConfig(tp_size=launch.ranks))
     except CannotLoad as failed:
         error = failed
     ranks.agree(error=error, timeout_s=START_S)
     packed = ShardedModel(model, settings.policy, settings.host_bytes, ranks=ranks, **options)
-    return packed, model.generation_config
+    return packed, model
 
 
 def load_follower(settings: Settings) -> ShardedModel:
@@ -110,13 +161,14 @@ def load_follower(settings: Settings) -> ShardedModel:
 
 def load_loop(settings: Settings) -> tuple[Loop, Ready]:
     """Loads model and tokenizer, and builds the engine."""
-    packed, generation = _load_packed(settings)
+    packed, model = _load_packed(settings)
     for what, why in (("CUDA graphs", packed.graphs_failed), ("torch.compile", packed.compile_failed)):
         if why is not None:
             print(f"sluice: forwards run without {what}: {why}", file=sys.stderr, flush=True)
-    loop = Loop(packed, load_tokenizer(settings.model), end_ids=end_ids(generation), prefix=settings.prefix,
+    tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
+    loop = Loop(packed, tokenizer, end_ids=end_ids(model, tokenizer), prefix=settings.prefix,
                 slowdown=settings.slowdown)
     # Only what the model's makers wrote: others are the protocol's.
-    told = generation.to_diff_dict()
+    told = model.generation_config.to_diff_dict()
     defaults = {name: told[name] for name in _DEFAULTS if told.get(name) is not None}
     return loop, Ready(loop.limit, defaults, packed.vocabulary, packed.engine.memory().near_pages)

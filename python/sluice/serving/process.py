@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sluice.errors import Error
-from sluice.serving.child import BEAT_S, main as _main
+from sluice.serving.child import BEAT_S, NotLoaded, main as _main
 from sluice.serving.requests import Event, Request, Sampling, Status
 
 
@@ -31,6 +31,7 @@ class Settings:
     prefill_rows: int = 2048  #: tokens of prompts in a forward
     device: str = "cpu"
     dtype: str = "auto"  #: of the model: "auto", "float32", "float16" or "bfloat16"
+    trust_remote_code: bool = False  #: Python files of the model's may run
     slowdown: float = 0  #: of answers beside prompts, as AdmissionOptions has it
     graphs: str = "auto"  #: "auto", "on" or "off": CUDA graphs of forwards, as PackedModel has it
     compile: bool = False  #: the model is compiled by torch
@@ -89,8 +90,10 @@ class EngineProcess:
         except (EOFError, OSError):
             self._process.join(5)
             raise EngineLost(self._exit()) from None
-        if isinstance(said, str):
-            raise EngineLost(said)
+        if isinstance(said, NotLoaded):
+            failed = EngineLost(said.why)
+            failed.exit_code = said.exit_code
+            raise failed
         self._heard = time.monotonic()
         return said
 

@@ -5,34 +5,39 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
+import re
+import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice.errors import Corrupt, Error, InvalidArgument, NotFound, OutOfCapacity
+from sluice.serving.digests import digest_of_model
 
 if TYPE_CHECKING:
     from sluice.serving.model import PackedModel
 
-_SAMPLES, _SAMPLE = 64, 64 << 10  # Pieces of a file of weights that stand for all of it, and bytes of each.
+_OURS, _LONGEST = re.compile(rb"sluice session, process (\d+)\n"), 64  # What locks say, and bytes of it at most.
+_EMPTY_S = 1.0  # From when a lock is made to when it says so, at most.
 
 
 @contextlib.contextmanager
 def locked(file: Path | None) -> Iterator[None]:
     """While it lasts no other process has this session: each would replace what the other writes. The lock is the
     kernel's, of a file beside it, and ends with the process.
-    @throws InvalidArgument if another process has it"""
+    @throws InvalidArgument if another process has it, or a file of that name is none of ours"""
     lock = None if file is None else _lock(file)
     try:
         yield
     finally:
         if lock is not None:
-            _lock_file(file).unlink(missing_ok=True)  # While it is held: afterwards it may be another's.
+            if _is_at(lock, _lock_file(file)):  # While it is held: afterwards it may be another's.
+                _lock_file(file).unlink(missing_ok=True)
             os.close(lock)
 
 
@@ -42,29 +47,86 @@ def _lock_file(file: Path) -> Path:
 
 def _lock(file: Path) -> int | None:
     """A descriptor; None where nothing can be written, and nothing has to be locked."""
+    made: tuple[int, int] | None = None  # The file that was made here.
+    ends = time.monotonic() + _EMPTY_S
+    while True:
+        opened = _open_lock(file)
+        if opened is None:
+            return None
+        lock, new = opened
+        made = _identity(lock) if new else made
+        try:
+            if _take_lock(lock, file, made == _identity(lock), time.monotonic() > ends):
+                return lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+        time.sleep(0.01)
+
+
+def _open_lock(file: Path) -> tuple[int, bool] | None:
+    """A descriptor of the lock, whether the file is new, and nothing done to it if it is not."""
+    path, flags = _lock_file(file), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
         try:
-            lock = os.open(_lock_file(file), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), True
+        except FileExistsError:
+            pass
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 return None
             raise
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The one who had it may have removed it since it was opened.
-            if os.fstat(lock).st_nlink:
-                os.truncate(lock, 0)
-                os.write(lock, f"{os.getpid()}\n".encode())
-                return lock
-        except BlockingIOError:
-            holder = os.read(lock, 20).decode("ascii", "replace").strip()
-            os.close(lock)
-            raise InvalidArgument(f"--session {file} is in use by process {holder or '(unknown)'}; wait for its end, "
-                                  "or give another file") from None
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)
+            return os.open(path, flags), False
+        except FileNotFoundError:  # Its owner has removed it since.
+            continue
+        except OSError as error:
+            if not os.access(path.parent, os.W_OK):
+                return None
+            raise _foreign(file, error.strerror) from None
+
+
+def _take_lock(lock: int, file: Path, made: bool, last: bool) -> bool:
+    """Whether the lock is held now. `made`: the file was made here. `last`: a file that is empty, as between being made
+    and being written by a process that just begins, has been so for long enough."""
+    if not stat.S_ISREG(os.fstat(lock).st_mode):
+        raise _foreign(file, "no regular file")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = _OURS.fullmatch(os.pread(lock, _LONGEST, 0))
+        if holder is None and not last:
+            return False
+        raise InvalidArgument(f"--session {file} is in use by process {holder[1].decode() if holder else '(unknown)'}; "
+                              "wait for its end, or give another file") from None
+    if not _is_at(lock, _lock_file(file)):  # The one who had it may have removed it since it was opened.
+        return False
+    text = os.pread(lock, _LONGEST, 0)
+    if not made and _OURS.fullmatch(text) is None:
+        if text or last:
+            raise _foreign(file, "another program's" if text else "empty")
+        return False
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, b"sluice session, process %d\n" % os.getpid(), 0)
+    return True
+
+
+def _foreign(file: Path, why: str) -> InvalidArgument:
+    return InvalidArgument(f"--session {file}: {_lock_file(file)} is no lock of a session ({why}) and stays as it is; "
+                           "give another file, or move that one away")
+
+
+def _identity(lock: int) -> tuple[int, int]:
+    return os.fstat(lock).st_dev, os.fstat(lock).st_ino
+
+
+def _is_at(lock: int, path: Path) -> bool:
+    """Whether the file that is open is the one of this name."""
+    with contextlib.suppress(FileNotFoundError):
+        found = os.lstat(path)
+        return (found.st_dev, found.st_ino) == _identity(lock)
+    return False
 
 
 class Session:
@@ -138,20 +200,8 @@ class Session:
 
 
 def signature(model: str) -> str:
-    """Of a folder, samples of its weights, and its configuration; of any other name, itself."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return model
-    digest = hashlib.sha256()
-    for file in sorted(each for each in folder.iterdir()
-                       if each.suffix in (".safetensors", ".bin") or each.name == "config.json"):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as content:
-            for sample in range(_SAMPLES):  # From the beginning to the end; of a small file, all of it.
-                content.seek(sample * max(_SAMPLE, (size - _SAMPLE) // (_SAMPLES - 1)))
-                digest.update(content.read(_SAMPLE))
-    return digest.hexdigest()
+    """Of a folder or a file, the digest of all its weights and its configuration; of any other name, itself."""
+    return digest_of_model(Path(model)) if Path(model).exists() else model
 
 
 class Conversation:

@@ -17,6 +17,7 @@ from sluice.serving.child import exit_at_once
 from sluice.serving.ranks import Launch
 from sluice.serving.requests import Request, Sampling
 from sluice.serving.sessions import Conversation, Session, locked
+from sluice.serving.template import rendered
 
 
 class Teller:
@@ -29,7 +30,7 @@ class Teller:
         self.session = arguments.session and Session(arguments.session, self._loop.model, arguments.model)
         """Of --session, or None."""
 
-        self.tokenizer = load_tokenizer(arguments.model)
+        self.tokenizer = load_tokenizer(arguments.model, arguments.trust_remote_code)
         said = {name: getattr(arguments, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
         said = {name: value for name, value in said.items() if value is not None}
         self._sampling = Sampling(**{**ready.defaults, "seed": secrets.randbits(63), **said})
@@ -229,7 +230,7 @@ def converse(teller: Teller, said: Conversation) -> None:
 
 def ids_of(teller: Teller, messages: list[dict[str, str]], asks: bool = True) -> list[int]:
     """Tokens of messages; if it `asks`, up to where an answer begins."""
-    return teller.tokenizer.apply_chat_template(messages, add_generation_prompt=asks, tokenize=True, return_dict=False)
+    return teller.tokenizer.encode(rendered(teller.tokenizer, messages, asks), add_special_tokens=False)
 
 
 def conversation(teller: Teller, messages: list[dict[str, str]], kept: int) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+_CONTEXT = 8  # Tokens of a prompt: more than separate a word from the text before it.
 _UNRESOLVED = 8  # Tokens that a character may take, at most: it has 4 bytes, and a token has one at least.
 
 
@@ -13,14 +14,18 @@ class Detokenizer:
     """The text of an answer's tokens as they come. Together the pieces are what its tokens are decoded to at once, but
     for tokens whose bytes are no text: these give marks, of which decoders that look at all bytes have more."""
 
-    def __init__(self, tokenizer: Any, special: bool = False) -> None:
-        """`special`: special tokens are part of the text."""
+    def __init__(self, tokenizer: Any, special: bool = False, prompt: Sequence[int] = ()) -> None:
+        """`special`: special tokens are part of the text. `prompt`: what the text comes behind, whose last words decide
+        whether the first one has a space."""
         self._tokenizer, self._skip = tokenizer, not special
-        self._ids: list[int] = []
+        self._ids = list(prompt[-_CONTEXT:])
+        # A character that the prompt does not complete is no part of the answer.
+        if self._decode(self._ids).endswith(_UNKNOWN):
+            self._ids = []
         # Text before `_read` is told; what is decoded begins at `_first`: how a token reads depends on those before.
-        self._first = self._read = 0
-        self._told = ""  # Of the window from `_first` on,
-        self._text = ""  # and all that it has.
+        self._first, self._read = 0, len(self._ids)
+        self._text = self._decode(self._ids)  # Of the window from `_first` on,
+        self._told = self._text  # and what of it is told.
 
     def push(self, token: int) -> str:
         self._ids.append(token)

@@ -22,7 +22,7 @@ import sluice
 from sluice.__main__ import main
 from sluice.errors import Error, InvalidArgument
 from sluice.serving import model as serving_model
-from sluice.serving.arguments import CannotLoad, add_engine, option, settings_of, size
+from sluice.serving.arguments import CannotLoad, add_engine, in_arguments, option, settings_of, size
 from sluice.serving.command import api_key, listen, name_of
 from sluice.serving.load import load_model
 from sluice.serving.talk import Progress, conversation
@@ -147,6 +147,13 @@ def test_exit_codes_by_error(here: Callable[..., Done], monkeypatch: pytest.Monk
         with monkeypatch.context() as patch:
             patch.setattr("sluice.serving.talk.Teller", fails)
             assert here("run", "--prompt", "a").returncode == code
+
+
+def test_messages_of_an_engine_name_arguments(here: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    done = here("run", "--prompt", "a", "--host-bytes", "4KiB")
+    assert done.returncode != 0 and "--host-bytes" in done.stderr and "Options" not in done.stderr, done.stderr
+    assert in_arguments("raise EngineOptions.max_clusters; EngineOptions.sequences says; EngineOptions.kv_dtype") == \
+        "raise --option max_clusters; --sequences says; --kv-dtype"
 
 
 def test_a_chat_that_outgrows_the_context(here: Callable[..., Done]) -> None:

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 from server import Server
+from sluice.serving.tokens import TokenBytes
 from small import KV_BYTES, SHAPE, bare_model, expected, prompt_ids, text_of, tokenizer
 from waiting import DEADLINE_S, wait_until
 
@@ -95,7 +96,7 @@ def test_probabilities(shared: Server) -> None:
     client, prompt = shared.client(), tokenizer().encode("the cat sat on")
     want = expected(bare_model("llama"), prompt, 6)
     told = client.completions.create(prompt=prompt, max_tokens=6, logprobs=2, **GREEDY).choices[0].logprobs
-    assert told.tokens == [tokenizer().decode([each]) for each in want]
+    assert told.tokens == [TokenBytes(tokenizer()).name(each) for each in want]
     assert all(max(top.values()) == pytest.approx(own) for top, own in zip(told.top_logprobs, told.token_logprobs))
     assert told.text_offset[0] == 0 and len(told.text_offset) == 6
     chat = client.chat.completions.create(messages=[{"role": "user", "content": "hi"}], max_tokens=4, logprobs=True,

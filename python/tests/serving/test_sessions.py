@@ -269,14 +269,66 @@ def test_two_processes_of_one_session(folder: Path, here: Callable[..., Done], t
 def test_a_lock_that_was_left_behind(tmp_path: Path) -> None:
     """By a process that was killed: the kernel has let go of it."""
     file, lock = tmp_path / "s", tmp_path / "s.lock"
-    lock.write_text("1\n")
+    lock.write_text("sluice session, process 1\n")
     with locked(file):
-        assert lock.read_text() == f"{os.getpid()}\n"
-        with pytest.raises(sluice.InvalidArgument, match="in use"), locked(file):
+        assert lock.read_text() == f"sluice session, process {os.getpid()}\n"
+        with pytest.raises(sluice.InvalidArgument, match=f"in use by process {os.getpid()};"), locked(file):
             pass
     assert not lock.exists()
     with locked(None), locked(file):
         pass
+
+
+@pytest.mark.parametrize("text", ["yarn lockfile v1\n", "", "1234\n", "sluice session, process 1\n more"])
+def test_a_file_that_is_no_lock_of_ours(here: Callable[..., Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                        text: str) -> None:
+    """Such as yarn.lock beside --session yarn: it is neither emptied nor removed, nor is what a link leads to."""
+    monkeypatch.setattr("sluice.serving.sessions._EMPTY_S", 0.1)
+    for name in ("file", "link", "dangling"):
+        lock, other = tmp_path / f"{name}.lock", tmp_path / f"{name}.other"
+        if name != "dangling":
+            (lock if name == "file" else other).write_text(text)
+        if name != "file":
+            lock.symlink_to(other)
+        before = {each.name: each.is_symlink() or each.read_text() for each in tmp_path.iterdir()}
+        done = here("run", "--prompt", "a dog", "--session", str(tmp_path / name))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"{lock} is no lock of a session" in done.stderr and "give another file" in done.stderr
+        assert {each.name: each.is_symlink() or each.read_text() for each in tmp_path.iterdir()} == before
+
+
+def test_what_is_no_file_where_a_lock_should_be(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.lock")
+    (tmp_path / "folder.lock").mkdir()
+    for name in ("fifo", "folder"):
+        with pytest.raises(sluice.InvalidArgument, match="is no lock of a session"), locked(tmp_path / name):
+            pass
+        assert (tmp_path / f"{name}.lock").exists()
+
+
+def test_a_lock_that_another_process_has_replaced(tmp_path: Path) -> None:
+    """What has come into its place is not removed."""
+    file, lock = tmp_path / "s", tmp_path / "s.lock"
+    with locked(file):
+        lock.unlink()
+        lock.write_text("another's")
+    assert lock.read_text() == "another's"
+
+
+def test_many_processes_that_begin_at_once(tmp_path: Path) -> None:
+    """One at a time has it, and nobody is told that a lock which is just made is another program's."""
+    program = ("import sys, sluice; from pathlib import Path; from sluice.serving.sessions import locked\n"
+               "held = Path(sys.argv[1] + '.held')\n"
+               "for _ in range(100):\n"
+               "    try:\n"
+               "        with locked(Path(sys.argv[1])):\n"
+               "            held.mkdir(); held.rmdir()\n"
+               "    except sluice.InvalidArgument as error:\n"
+               "        assert 'in use' in str(error), error\n")
+    processes = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "s")], stderr=subprocess.PIPE)
+                 for _ in range(4)]
+    assert [each.communicate(timeout=DEADLINE_S)[1] for each in processes] == [b""] * 4
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_in_which_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ std::vector<int> read_prompt(const PromptFlags& flags, const ModelConfig& model)
   if (!flags.tokens.empty()) return read_token_file(flags.tokens, model.vocab_size);
   if (!ByteTokenizer::fits(model)) {
     throw Error(Errc::invalid_argument,
-                "--prompt: this model has a vocabulary of its own, which this tool does not read; tokenize elsewhere "
-                "and pass the ids by --prompt-tokens FILE");
+                "--prompt: this model has a vocabulary of its own, which this tool does not read; "
+                "`python -m sluice run --model DIR --file FILE` does, or pass ids by --prompt-tokens FILE");
   }
   const std::string origin = flags.file.empty() ? "--prompt" : "--prompt-file " + flags.file;
   const std::string text = flags.file.empty() ? flags.text : read_input(flags.file);
