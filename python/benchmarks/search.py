@@ -93,6 +93,27 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return grid([header, *lines], words=4)
 
 
+def by_policy(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each policy: in each column all cells of a model, in the order of the file."""
+    cells = list(dict.fromkeys((row["model"], row["of"], row["tokens"]) for row in rows))
+    columns = list(dict.fromkeys((model, of == "answers") for model, of, _ in cells))
+    header = ["policy"]
+    for model, answers in columns:
+        names = ", ".join(f"{of} {tokens}" for name, of, tokens in cells if (name, of == "answers") == (model, answers))
+        header.append(f"{model}, {'same ' if answers else 'KL x floor: '}{names}")
+    found = {(row["model"], row["of"], row["tokens"], row["policy"]): row for row in rows}
+    lines = []
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        line = [f"`{policy}`"]
+        for model, answers in columns:
+            here = [found.get((*cell, policy)) for cell in cells if (cell[0], cell[1] == "answers") == (model, answers)]
+            line.append(", ".join("-" if row is None else _share(row["same_answer"]) if answers else
+                                  _number(row["kl_over_floor"]) for row in here))
+        read = [row for cell in cells if (row := found.get((*cell, policy))) and row["attended"] is not None]
+        lines.append([*line, *(", ".join(_share(row[name]) for row in read) for name in ("attended", "bytes"))])
+    return grid([[*header, "attended", "bytes read"], *lines], words=1)
+
+
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
@@ -188,6 +209,7 @@ def arguments() -> argparse.Namespace:
     add("--policies", default="full;sluice", type=split_policies)
     add("--out", type=Path, required=True, help="a line of JSON for each result")
     add("--table", action="store_true", help="of what --out has; run nothing")
+    add("--by-policy", action="store_true", help="likewise, a line for each policy")
     add("--seconds", type=float, default=float("inf"), help="begin nothing new afterwards")
     add("--device")
     add("--dtype", default="auto")
@@ -202,12 +224,12 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     wants = arguments()
     found, began = Found(wants.out), time.monotonic()
-    for name, folder in [] if wants.table else wants.model:
+    for name, folder in [] if wants.table or wants.by_policy else wants.model:
         search = Search(name, folder, wants, found, lambda: time.monotonic() - began > wants.seconds)
         search.texts()
         for path in [path for of, path in wants.tasks if of == name]:
             search.tasks(path)
-    print(table(found.rows))
+    print((by_policy if wants.by_policy else table)(found.rows), end="")
 
 
 if __name__ == "__main__":
