@@ -62,29 +62,54 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     if not hasattr(model, "config"):
         raise InvalidArgument(f"model is a {type(model).__name__}; give what from_pretrained of AutoModelForCausalLM "
                               "returns")
+    device = next(model.parameters()).device
+    options.setdefault("dense_tokens", dense_tokens(policy, device, ranks_of(model)))
+
+    def made_for(rows: int) -> EngineOptions:
+        return options_for(model, [policy], host_bytes, Bucket(rows, prefill_rows, rows), rows, options)
+
+    return _enabled(model, policy, made_for, sequences, options)
+
+
+def enable_for(model: transformers.PreTrainedModel, policies: Sequence[str], host_bytes: int, largest: Bucket,
+               sequences: int, options: dict[str, Any]) -> Enabled:
+    """As `enable`, for several policies: that of caches is the first of them, and their forks may have any."""
+    def made_for(_: int) -> EngineOptions:
+        return options_for(model, policies, host_bytes, largest, sequences, options)
+
+    return _enabled(model, policies[0], made_for, sequences, options)
+
+
+def _enabled(model: transformers.PreTrainedModel, policy: str, made_for: Callable[[int], EngineOptions],
+             sequences: int | None, options: dict[str, Any]) -> Enabled:
     config = model.config.get_text_config(decoder=True)
     refuse_of_the_model(options)
     refuse(model, config)
     kinds = layer_kinds(model, config)
-    device = next(model.parameters()).device
-    options.setdefault("dense_tokens", dense_tokens(policy, device, ranks_of(model)))
-
-    def made_for(rows: int) -> Engine:
-        made = EngineOptions(
-            layers=sum(kind.make is None for kind in kinds), **attention_shape(model, config, kinds),
-            device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
-            host_bytes=_unsigned("host_bytes", host_bytes, 64) // ranks_of(model), sequences=rows,
-            largest=Bucket(decode_rows=rows, prefill_rows=prefill_rows, prefills=rows),
-            **{**logit_options(model, config, kinds), **options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
-        made.make_room_for(policy, longest(config))
-        refuse_rehearsed(made, policy)
-        choose_near(made, options.get("near_bytes"), longest(config))
-        return Engine(made, owner=_OWNER)
-
     try:
-        return Enabled(model, policy, made_for, kinds, sequences)
+        return Enabled(model, policy, lambda rows: Engine(made_for(rows), owner=_OWNER), kinds, sequences)
     except Error as error:
         raise type(error)(str(error).replace(OWNER, _OWNER)) from None
+
+
+def options_for(model: transformers.PreTrainedModel, policies: Sequence[str], host_bytes: int, largest: Bucket,
+                sequences: int, options: dict[str, Any]) -> EngineOptions:
+    """Of an engine for these policies and a model that is not refused."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = layer_kinds(model, config)
+    device = next(model.parameters()).device
+    made = EngineOptions(
+        layers=sum(kind.make is None for kind in kinds), **attention_shape(model, config, kinds),
+        device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
+        host_bytes=_unsigned("host_bytes", host_bytes, 64) // ranks_of(model), sequences=sequences, largest=largest,
+        **{**logit_options(model, config, kinds), **options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
+    for policy in policies:
+        made.make_room_for(policy, longest(config))
+        refuse_rehearsed(made, policy)
+    made.cpu_sequences = made.cpu_sequences and sequences
+    made.cluster_sequences = made.cluster_sequences and sequences
+    choose_near(made, options.get("near_bytes"), longest(config))
+    return made
 
 
 class Enabled:
