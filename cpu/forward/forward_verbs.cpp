@@ -50,6 +50,9 @@ void apply(const Kernels& kernels, const ForwardMemory& m) {
                 m.lists + std::uint64_t{change.list} * m.max_pages + change.page);
   }
   for (const ForwardBlockCopy& copy : std::span(m.slip_copies, slip.block_copies)) copy_codes(m, copy);
+  for (const ForwardKeyMean& of : std::span(m.slip_key_means, slip.key_means)) {
+    for (std::uint32_t plane = 0; plane < m.planes(); ++plane) renew_key_mean(kernels, m, of, plane);
+  }
   acquire_rows(kernels, m);
   state.after = slip.after;
 }

@@ -77,13 +77,15 @@ struct CodesRows {
   const float* scales = nullptr;  ///< as in DigestRows
   std::byte* codes = nullptr;     ///< [rows, head_dim / 2]
   std::byte* params = nullptr;    ///< [rows, 2] f16
+  const float* mean = nullptr;    ///< [head_dim] the mean key; null: 0
   std::uint32_t rows = 0;
   std::uint32_t head_dim = 0;
 };
 
-/// out[i * token_stride + h * head_stride] = q[h].k[i] * scale, k decoded from its 4-bit copy.
+/// out[i * token_stride + h * head_stride] = the estimate of q[h].k[i] * scale by its 4-bit copy, see Int4Layout.
 struct ScoreInt4Rows {
   const float* q = nullptr;                  ///< [group, head_dim]
+  const float* mean = nullptr;               ///< [head_dim] the mean key; null: 0
   float scale = 0.f;
   const std::byte* const* codes = nullptr;   ///< [count] addresses of rows of codes
   const std::byte* const* params = nullptr;  ///< [count] addresses of their scale and zero

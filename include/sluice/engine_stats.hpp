@@ -23,8 +23,8 @@ struct EngineStats {
   /// tell. What is chosen does not depend on it.
   std::uint64_t missed = 0;
   /// Choices of query heads that drew what they attend, see sample.hpp; the sum of their error bars in millionths, and
-  /// how many of these were above 10%. A head's bar is its draw's standard error of the sum of its weights, relative to
-  /// that sum, or more: sqrt(M) exp(kappa - lse), with M tokens drawn and the largest score left, kappa.
+  /// how many of these were above 10%. A bar is the standard error of a head's sum of weights, relative to it, as far as
+  /// the codes tell what tokens weigh: sqrt(M) exp(kappa - lse), M tokens drawn, kappa the largest score left.
   std::uint64_t drawn_heads = 0;
   std::uint64_t error_bars = 0;
   std::uint64_t wide_bars = 0;

@@ -144,6 +144,13 @@ struct ForwardListChange {
   std::uint32_t from = 0;
 };
 
+/// A sequence whose mean key, see Int4Layout, a plan makes again from the tokens that it has before the forward: that of
+/// its first page if this is full, else 0; and the codes of that page with it.
+struct ForwardKeyMean {
+  std::uint32_t list = 0;  ///< its block list
+  std::uint32_t tokens = 0;
+};
+
 /// What a near row holds.
 struct ForwardNearRow {
   std::uint32_t row = kNone;  ///< of the plane's far rows; kNone: nothing
@@ -239,6 +246,7 @@ struct ForwardSlip {
   std::uint32_t list_changes = 0;
   std::uint32_t freed_blocks = 0;
   std::uint32_t block_copies = 0;
+  std::uint32_t key_means = 0;
   std::uint64_t read = 0;  ///< by the device: ForwardVerbs::tell_read's forward, if that was called
 };
 

@@ -78,6 +78,7 @@ struct ForwardMemory {
   std::byte* digests = nullptr;    ///< [planes, blocks, 2, head_dim] of full pages, as the dtype; null: none
   std::byte* value_means = nullptr;  ///< [planes, blocks, head_dim] of the values of pages, as the dtype; null: none
   std::uint32_t* lists = nullptr;  ///< [stacks, list_count, max_pages] blocks; for the verbs of a layer its stack's
+  float* key_means = nullptr;      ///< [list_count, planes, head_dim] of layers without windows, see Int4Layout
   /// [planes, blocks * page_tokens] near row of the plane | kNearBit, or | kComingBit while it is being filled, or the
   /// newest forward that attended the row far, 0 if there was none. Not there if near_pages is 0.
   std::uint32_t* near_of = nullptr;
@@ -132,6 +133,7 @@ struct ForwardMemory {
   std::uint32_t* slip_blocks = nullptr;     ///< what they refer to
   std::uint32_t* slip_freed = nullptr;      ///< [ForwardSlip::freed_blocks] that nothing of is to be near, each once
   ForwardBlockCopy* slip_copies = nullptr;  ///< [ForwardSlip::block_copies]
+  ForwardKeyMean* slip_key_means = nullptr;  ///< [ForwardSlip::key_means] of layers without windows
   std::uint32_t* near_seen = nullptr;       ///< [blocks] near_held as ForwardVerbs::see_near found it
   ForwardMailbox* mailbox = nullptr;
   /// [kMostForwards, layers, prefills, q_heads] if chunks may choose; of forward f at f % kMostForwards.
@@ -314,6 +316,10 @@ struct ForwardMemory {
   /// The blocks of a sequence.
   [[nodiscard]] constexpr std::uint32_t* list_of(std::uint32_t list) const noexcept {
     return lists + std::uint64_t{list} * max_pages;
+  }
+  /// The mean key of a sequence, of a layer without a window.
+  [[nodiscard]] constexpr float* key_mean_of(std::uint32_t list, std::uint32_t plane) const noexcept {
+    return key_means + (std::uint64_t{list} * planes() + plane) * shape.head_dim;
   }
   /// The far row of a sequence's token, the same in every plane, of the layers of a stack.
   [[nodiscard]] constexpr std::uint32_t row_of(std::uint32_t list, std::uint32_t token) const noexcept {

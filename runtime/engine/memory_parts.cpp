@@ -24,9 +24,10 @@ void carve_near(Carver& parts, ForwardMemory& m) {
   take(parts, m.arriving, std::uint64_t{m.stacks} * m.planes() * m.arriving_room());
 }
 
-/// What a plan says of a forward.
+/// What a plan says of a forward, and of sequences.
 void carve_plan(Carver& parts, ForwardMemory& m) {
   take(parts, m.lists, std::uint64_t{m.stacks} * m.list_count * m.max_pages);
+  take(parts, m.key_means, std::uint64_t{m.list_count} * m.planes() * m.shape.head_dim);
   take(parts, m.tokens, m.append_rows);
   take(parts, m.rows, m.largest.decode_rows);
   take(parts, m.chunks, m.largest.prefills);
@@ -118,6 +119,7 @@ void carve_slip(Carver& parts, ForwardMemory& m, std::uint64_t listed_blocks) {
   take(parts, m.slip_blocks, listed_blocks);
   take(parts, m.slip_freed, m.blocks);
   take(parts, m.slip_copies, 2 * lists);
+  take(parts, m.slip_key_means, m.list_count);
 }
 
 }  // namespace

@@ -232,12 +232,15 @@ std::string names(Room room) {
 /// Calls `use` with every key=value of the options, in order.
 template <class Use>
 void for_each_option(const Word& options, Room room, Use&& use) {
+  std::vector<std::string_view> set;
   for (const Word& option : split(options, ',')) {
     const Halves halves = halve(option, '=');
     if (!halves.both)
       option.fail("is not key=value; the keys of " + std::string(to_words(room)) + " are " + names(room));
     const Key* key = find(halves.first.value, room);
     if (key == nullptr) halves.first.fail("is no key of " + std::string(to_words(room)) + "; there are " + names(room));
+    if (std::ranges::find(set, key->name) != set.end()) halves.first.fail("is set twice; leave one of both out");
+    set.push_back(key->name);
     use(*key, halves.first, halves.second);
   }
 }

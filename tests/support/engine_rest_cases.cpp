@@ -62,7 +62,7 @@ TEST_CASE("ties, keys that stand out and keys that are no numbers are left as th
 
 TEST_CASE("of more pages than 256 the values of as many stand for all", "[engine][rest]") {
   const EngineRig rig = engine_rig();
-  const Story story = story_of(rig, 2310, 904);
+  const Story story = story_of(rig, 2310, 904, 8);
   EngineOptions options = resting(rig);
   options.page_tokens = 8;
   options.host_bytes = 400 * block_bytes(options);

@@ -31,8 +31,8 @@ EngineOptions windowed(const EngineRig& rig, const std::vector<std::uint32_t>& w
 }
 
 Story story_of(const std::vector<std::uint32_t>& windows, std::uint32_t tokens, std::uint64_t seed,
-               const EngineRig& rig) {
-  Story story(kShape, tokens, seed);
+               const EngineRig& rig, std::uint32_t page_tokens = 16) {
+  Story story(kShape, tokens, seed, page_tokens);
   story.see(windows);
   if (rig.kv_dtype != DType::f32) story.round_queries();
   return story;

@@ -85,7 +85,8 @@ TEST_CASE("run says whether the model stopped or the limit did", "[cli]") {
 }
 
 TEST_CASE("text for a model with a vocabulary of its own is refused, with what reads it", "[cli]") {
-  const Outcome outcome = sluice::test::sluice("run --random-weights tiny " + kPrompt);
+  const TemporaryDirectory scratch;
+  const Outcome outcome = sluice::test::sluice(model_with(scratch, {{"bos_token_id", 1}}) + kPrompt);
   CAPTURE(outcome.err);
   CHECK(outcome.code == 2);
   CHECK(is_one_error(outcome));
@@ -245,6 +246,34 @@ TEST_CASE("a session keeps the prompt from one run to the next", "[cli]") {
   const std::string bytes = read_file(file);
   (void)scratch.write("session", bytes.substr(0, bytes.size() / 2));
   CHECK(contains(sluice::test::sluice(with(first) + session).err, "damaged"));
+}
+
+TEST_CASE("a session of a model of which one byte differs is refused", "[cli]") {
+  const TemporaryDirectory scratch;
+  namespace fs = std::filesystem;
+  fs::copy(sluice::test::test_data() + "/testbed", scratch.file("model"));
+  const std::string weights = scratch.file("model/model-00001-of-00002.safetensors");
+  const std::string run = "run --model '" + scratch.file("model") + "' --threads 2 --prompt 'The sky is' --max-tokens 1 " +
+                          "-o json --session '" + scratch.file("session") + "'";
+  const auto asked = [&] { return sluice::test::shell("XDG_CACHE_HOME='" + scratch.file("cache") + "' '" +
+                                                      sluice::test::cli_path() + "' " + run); };
+  CHECK(json::parse(asked().out).at("resumed_tokens") == 0);
+  CHECK(json::parse(asked().out).at("resumed_tokens") == 9);
+  // In the middle, with size and time of modification as they were.
+  const auto time = fs::last_write_time(weights);
+  {
+    std::fstream file(weights, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(7'000'000);
+    const char byte = static_cast<char>(file.get() ^ 1);
+    file.seekp(7'000'000);
+    file.put(byte);
+  }
+  fs::last_write_time(weights, time);
+  const Outcome other = asked();
+  CAPTURE(other.err);
+  CHECK(other.code == 2);
+  CHECK(is_one_error(other));
+  CHECK(contains(other.err, "model-00001-of-00002.safetensors"));
 }
 
 TEST_CASE("a session that cannot be kept is refused before the prompt is read", "[cli]") {

@@ -113,6 +113,8 @@ struct PrefillStage {
 void launch_forward_acquire(const ForwardMemory& memory, cudaStream_t stream);
 /// Fills those of the latter.
 void launch_forward_fill(const ForwardMemory& memory, cudaStream_t stream);
+/// Mean keys that the plan makes again, if there are any, after `apply`.
+void launch_forward_key_means(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_begin(const ForwardMemory& memory, const ForwardScratch& scratch, cudaStream_t stream);
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);

@@ -20,6 +20,7 @@ void load_forward_attend_chosen_kernels();
 void load_forward_attend_whole_kernels();
 void load_forward_await_kernel();
 void load_forward_apply_kernels();
+void load_forward_key_means_kernels();
 void load_forward_audit_kernels();
 void load_forward_fill_kernel();
 void load_forward_near_kernels();
@@ -253,6 +254,7 @@ void load_forward_kernels() {
   detail::load_forward_attend_whole_kernels();
   detail::load_forward_await_kernel();
   detail::load_forward_apply_kernels();
+  detail::load_forward_key_means_kernels();
   detail::load_forward_audit_kernels();
   detail::load_forward_fill_kernel();
   detail::load_forward_near_kernels();

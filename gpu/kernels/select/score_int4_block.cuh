@@ -42,7 +42,7 @@ __device__ __forceinline__ std::uint32_t score_turn(const Shared<kHeadDim>& s,
 #pragma unroll
   for (std::uint32_t o = 0; o < kWarpOctets; ++o) {
     const std::uint32_t behind = kRows * o;  // Of the lane's first one.
-    scores[o] = params[o].x * (products.of(fragment, o) * head.unit) + params[o].y * head.sum;
+    scores[o] = params[o].x * (products.of(fragment, o) * head.unit) + (params[o].y * head.sum + head.shift);
     if (draws) scores[o] = perturbed(scores[o], softcap, head.draw, at + lane_row() + behind);
     bool candidate = kForesees && scores[o] >= head.least;
     if constexpr (kWhole) {
@@ -76,8 +76,10 @@ __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part
   constexpr bool kAhead = kHeadDim * kFragments <= 128;
   constexpr bool kTellsWhole = kHeadDim <= 128;  // Likewise.
   QueryRow<kHeadDim> query;
-  CenterRow<kHeadDim, kForesees> center;  // Of all heads.
+  MeanRow<kHeadDim> mean;                 // Of all heads, as is:
+  CenterRow<kHeadDim, kForesees> center;
   if (kAhead) query.load(queries, part.first_head, min(kAtOnce, part.heads));
+  if (kAhead) mean.load(s.task.mean);
   if (kForesees) center.load(foresight.centers + std::uint64_t{list} * kHeadDim);
   stage_octets(s, part, shape.layout, cut.chunks);
   __syncthreads();
@@ -85,12 +87,15 @@ __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part
   const Eligible eligible{s.task.sinks, s.task.recent};
   for (std::uint32_t first = 0; first < part.heads; first += kAtOnce) {
     const std::uint32_t heads = min(kAtOnce, part.heads - first);
-    if (!kAhead || first != 0) query.load(queries, part.first_head + first, heads);
+    if (!kAhead || first != 0) {
+      query.load(queries, part.first_head + first, heads);
+      mean.load(s.task.mean);  // Again: it is not kept over the loop.
+    }
     if (first != 0) __syncthreads();  // The queries before these have been read.
     WarpRows<kHeadDim> next;
     if (kAhead) next.load(s, row, part.octet(0), part.first(0) < part.count);
     const foresight::Finder finder(foresight, std::uint64_t{list} * group + first);
-    const foresight::QueryMeasure measure = stage_query(s, query, center, shape.scale);
+    const foresight::QueryMeasure measure = stage_query(s, query, mean, center, shape.scale);
     if (kForesees && threadIdx.x % kWarp == 0) {
       const std::uint32_t head = threadIdx.x / kWarp;
       s.least[head] = head < heads ? finder.least(head, measure) : INFINITY;
@@ -107,6 +112,7 @@ __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part
       lane_heads[f] = {.there = head < heads,
                        .unit = s.unit[head],
                        .sum = s.sum[head],
+                       .shift = s.shift[head],
                        .least = kForesees ? s.least[head] : 0.f,
                        .draw = s.draw[head],
                        .out = s.task.out + std::uint64_t{part.first_head + first + head} * part.stride + lane_row()};
