@@ -74,7 +74,11 @@ def make_tasks(arguments: argparse.Namespace) -> int:
     with report.target(arguments.make_tasks, "--make-tasks") as target:
         texts = Texts(text_of(arguments.text or PROSE), text_of(arguments.code))
         made = made_tasks(_vocabulary(arguments, None), texts, arguments.lengths, arguments.count, arguments.seed)
-        return int(not target.write_text("".join(json.dumps(line) + "\n" for line in made)))
+        lines = [json.dumps(line) + "\n" for line in made]
+        written = target.write_text("".join(lines))
+        if written and arguments.make_tasks != "-":
+            print(f"{len(lines)} tasks in {arguments.make_tasks}")
+        return int(not written)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
