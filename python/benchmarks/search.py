@@ -127,16 +127,18 @@ class Search:
 
     def __init__(self, name: str, folder: str, wants: argparse.Namespace, found: Found,
                  ended: Callable[[], bool]) -> None:
-        from sluice.evaluation.decoding import Setup
-        from sluice.serving.load import end_ids, load_model
+        from sluice._transformers_support import longest
+        from sluice.evaluation.decoding import Setup, own_attention
+        from sluice.serving.load import end_ids, load_config, load_model
 
         self.name, self.wants, self.found, self.ended = name, wants, found, ended
         options = {"dense_tokens": 0, **dict(wants.option)}
         if wants.near_bytes is not None:
             options["near_bytes"] = wants.near_bytes
-        model = load_model(folder, wants.dtype).to(device_of(wants)).eval()
+        config = load_config(folder).get_text_config(decoder=True)
+        model = load_model(folder, wants.dtype, **own_attention(config)).to(device_of(wants)).eval()
         self.setup = Setup(model, wants.prefill_rows, wants.host_bytes, options)
-        self.context, self.ends = model.config.max_position_embeddings, end_ids(model)
+        self.context, self.ends = longest(config), end_ids(model)
         self.vocabulary = Tokenizer(folder)
 
     def texts(self) -> None:

@@ -21,7 +21,7 @@ from sluice.serving.ranks import Launch
 
 if TYPE_CHECKING:
     from sluice.evaluation.answers import Rules
-    from sluice.evaluation.decoding import Setup
+    from sluice.evaluation.decoding import Setup, own_attention
 
 
 def add_command(commands: Any) -> None:
@@ -143,12 +143,10 @@ def run(arguments: argparse.Namespace, policies: Sequence[str], options: dict[st
 
 
 def _load(arguments: argparse.Namespace, config: Any, options: dict[str, Any]) -> Setup:
-    from sluice.evaluation.decoding import Setup
+    from sluice.evaluation.decoding import Setup, own_attention
     from sluice.serving.load import load_model
 
-    # The library's sdpa, which most models begin with, leaves a soft-cap out.
-    attention = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
-    model = load_model(arguments.model, arguments.dtype, arguments.trust_remote_code, **attention)
+    model = load_model(arguments.model, arguments.dtype, arguments.trust_remote_code, **own_attention(config))
     model = model.to(device_of(arguments)).eval()
     if arguments.near_bytes is not None:
         options = {**options, "near_bytes": arguments.near_bytes}
