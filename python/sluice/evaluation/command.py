@@ -21,7 +21,7 @@ from sluice.serving.ranks import Launch
 
 if TYPE_CHECKING:
     from sluice.evaluation.answers import Rules
-    from sluice.evaluation.decoding import Setup, own_attention
+    from sluice.evaluation.decoding import Setup
 
 
 def add_command(commands: Any) -> None:
