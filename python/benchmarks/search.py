@@ -3,9 +3,10 @@
     python benchmarks/search.py --model smollm2=DIR --model qwen=DIR --text prose --text code --tokens 8192,30000 \\
       --tasks qwen=FILE --policies "sluice;exact | int4 | sample=64" --out found.jsonl
 
-from python/, with models as `tools/models.sh` fetches them. It measures what `python -m sluice eval` does, and loads each
-model once. A line of --out is one policy on one text, or on one length of tasks; what --out has is not measured again, so
-that a run that was ended goes on where it was. `--table` prints what --out has, and runs nothing."""
+from python/, with models as `tools/models.sh` fetches them. It measures what `python -m sluice eval` does, and loads
+each model once. A line of --out is one policy on one text, or on one length of tasks; what --out has is not measured
+again, so that a run that was ended goes on where it was. `--table` and `--by-policy` print what --out has, and run
+nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from sluice.evaluation.report import grid
 from sluice.serving.arguments import device_of, number, option, size
 
 _KEPT = ("kl_mean", "kl_mean_95", "kl_over_floor", "kl_p99", "perplexity_ratio", "same_token", "accuracy", "right",
-         "prompts", "same_answer", "attended", "whole", "bytes", "near_bytes", "far_bytes", "link_bytes", "choice_bytes")
+         "prompts", "same_answer", "attended", "whole", "bytes", "near_bytes", "far_bytes", "link_bytes",
+         "choice_bytes")
 
 
 @dataclasses.dataclass(frozen=True)

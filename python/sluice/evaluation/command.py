@@ -50,8 +50,8 @@ def add_command(commands: Any) -> None:
     add("--max-tokens", type=number(int, 1), help="of an answer (what the right one takes; 8 more if it is text)")
     add("--match", choices=("begins", "contains"), default="begins", help="an answer is right if it begins with the "
         "task's, or contains it (%(default)s)")
-    add("--make-tasks", metavar="FILE", help="write tasks of retrieval and tracing for --tasks, whose prompts are parts "
-        "of --text (prose) and --code, and no more")
+    add("--make-tasks", metavar="FILE", help="write tasks of retrieval and tracing for --tasks, whose prompts are "
+        "parts of --text (prose) and --code, and no more")
     add("--code", metavar="FILE", default=CODE, help="of --make-tasks (%(default)s)")
     add("--lengths", type=lengths, default=[4096], help="of prompts that are made, in tokens, a comma list (4096)")
     add("--count", type=number(int, 1), default=16, help="of each of six tasks and each length (%(default)s)")
