@@ -211,7 +211,8 @@ bool remembers(const PolicySpec& spec) noexcept {
 }
 
 bool corrects_scores(const PolicySpec& spec) noexcept {
-  return spec.budget.kind == BudgetKind::sampled || spec.budget.kind == BudgetKind::verified;
+  return spec.budget.kind == BudgetKind::sampled || spec.budget.kind == BudgetKind::verified ||
+         spec.budget.kind == BudgetKind::drawn;
 }
 
 bool may_be_dense(const PolicySpec& spec) noexcept { return chooser(spec) == Chooser::device && !by_clusters(spec); }
