@@ -3,9 +3,10 @@
     python benchmarks/search.py --model smollm2=DIR --model qwen=DIR --text prose --text code --tokens 8192,30000 \\
       --tasks qwen=FILE --policies "sluice;exact | int4 | sample=64" --out found.jsonl
 
-from python/, with models as `tools/models.sh` fetches them. It measures what `python -m sluice eval` does, and loads each
-model once. A line of --out is one policy on one text, or on one length of tasks; what --out has is not measured again, so
-that a run that was ended goes on where it was. `--table` prints what --out has, and runs nothing."""
+from python/, with models as `tools/models.sh` fetches them. It measures what `python -m sluice eval` does, and loads
+each model once. A line of --out is one policy on one text, or on one length of tasks; what --out has is not measured
+again, so that a run that was ended goes on where it was. `--table` and `--by-policy` print what --out has, and run
+nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from sluice.evaluation.report import grid
 from sluice.serving.arguments import device_of, number, option, size
 
 _KEPT = ("kl_mean", "kl_mean_95", "kl_over_floor", "kl_p99", "perplexity_ratio", "same_token", "accuracy", "right",
-         "prompts", "same_answer", "attended", "whole", "bytes", "near_bytes", "far_bytes", "link_bytes", "choice_bytes")
+         "prompts", "same_answer", "attended", "whole", "bytes", "near_bytes", "far_bytes", "link_bytes",
+         "choice_bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,16 +129,18 @@ class Search:
 
     def __init__(self, name: str, folder: str, wants: argparse.Namespace, found: Found,
                  ended: Callable[[], bool]) -> None:
-        from sluice.evaluation.decoding import Setup
-        from sluice.serving.load import end_ids, load_model
+        from sluice._transformers_support import longest
+        from sluice.evaluation.decoding import Setup, own_attention
+        from sluice.serving.load import end_ids, load_config, load_model
 
         self.name, self.wants, self.found, self.ended = name, wants, found, ended
         options = {"dense_tokens": 0, **dict(wants.option)}
         if wants.near_bytes is not None:
             options["near_bytes"] = wants.near_bytes
-        model = load_model(folder, wants.dtype).to(device_of(wants)).eval()
+        config = load_config(folder).get_text_config(decoder=True)
+        model = load_model(folder, wants.dtype, **own_attention(config)).to(device_of(wants)).eval()
         self.setup = Setup(model, wants.prefill_rows, wants.host_bytes, options)
-        self.context, self.ends = model.config.max_position_embeddings, end_ids(model)
+        self.context, self.ends = longest(config), end_ids(model)
         self.vocabulary = Tokenizer(folder)
 
     def texts(self) -> None:

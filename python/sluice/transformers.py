@@ -62,30 +62,34 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     if not hasattr(model, "config"):
         raise InvalidArgument(f"model is a {type(model).__name__}; give what from_pretrained of AutoModelForCausalLM "
                               "returns")
-    device = next(model.parameters()).device
-    options.setdefault("dense_tokens", dense_tokens(policy, device, ranks_of(model)))
+    _refuse(model, options)
+    options.setdefault("dense_tokens", dense_tokens(policy, next(model.parameters()).device, ranks_of(model)))
 
     def made_for(rows: int) -> EngineOptions:
         return options_for(model, [policy], host_bytes, Bucket(rows, prefill_rows, rows), rows, options)
 
-    return _enabled(model, policy, made_for, sequences, options)
+    return _enabled(model, policy, made_for, sequences)
 
 
 def enable_for(model: transformers.PreTrainedModel, policies: Sequence[str], host_bytes: int, largest: Bucket,
                sequences: int, options: dict[str, Any]) -> Enabled:
     """As `enable`, for several policies: that of caches is the first of them, and their forks may have any."""
+    _refuse(model, options)
+
     def made_for(_: int) -> EngineOptions:
         return options_for(model, policies, host_bytes, largest, sequences, options)
 
-    return _enabled(model, policies[0], made_for, sequences, options)
+    return _enabled(model, policies[0], made_for, sequences)
+
+
+def _refuse(model: transformers.PreTrainedModel, options: dict[str, Any]) -> None:
+    refuse_of_the_model(options)
+    refuse(model, model.config.get_text_config(decoder=True))
 
 
 def _enabled(model: transformers.PreTrainedModel, policy: str, made_for: Callable[[int], EngineOptions],
-             sequences: int | None, options: dict[str, Any]) -> Enabled:
-    config = model.config.get_text_config(decoder=True)
-    refuse_of_the_model(options)
-    refuse(model, config)
-    kinds = layer_kinds(model, config)
+             sequences: int | None) -> Enabled:
+    kinds = layer_kinds(model, model.config.get_text_config(decoder=True))
     try:
         return Enabled(model, policy, lambda rows: Engine(made_for(rows), owner=_OWNER), kinds, sequences)
     except Error as error:

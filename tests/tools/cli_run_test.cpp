@@ -309,6 +309,14 @@ TEST_CASE("run says up to how many tokens all are attended, whatever the policy"
   CHECK_FALSE(row_of(json_of(kRun + kPrompt + "--max-tokens 2 --policy topk")).contains("dense_tokens"));
 }
 
+TEST_CASE("run says in words that a policy chose nothing", "[cli]") {
+  const std::string two = kRun + kPrompt + "--max-tokens 2 ";
+  CHECK(row_of(json_of(two)).at("attended_whole") == "nothing: every token was attended");
+  CHECK_FALSE(row_of(json_of(two + "--policy full")).contains("attended_whole"));
+  const std::string narrow = two + "--policy 'streaming:sinks=1,recent=4 | page=8'";
+  CHECK_FALSE(row_of(json_of(narrow)).contains("attended_whole"));
+}
+
 TEST_CASE("a policy that keeps pages near is refused with what to say instead", "[cli]") {
   const Outcome outcome =
       sluice::test::sluice(kRun + kPrompt + "--max-tokens 2 --policy 'history | top_k=9 | near=10%'");

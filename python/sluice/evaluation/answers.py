@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from sluice.evaluation.decoding import Prefix, Session, Setup, chooses_on_cpu, dense, under
 from sluice.evaluation.failures import Failures
 from sluice.evaluation.inputs import Task, Vocabulary

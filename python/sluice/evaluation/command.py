@@ -50,8 +50,8 @@ def add_command(commands: Any) -> None:
     add("--max-tokens", type=number(int, 1), help="of an answer (what the right one takes; 8 more if it is text)")
     add("--match", choices=("begins", "contains"), default="begins", help="an answer is right if it begins with the "
         "task's, or contains it (%(default)s)")
-    add("--make-tasks", metavar="FILE", help="write tasks of retrieval and tracing for --tasks, whose prompts are parts "
-        "of --text (prose) and --code, and no more")
+    add("--make-tasks", metavar="FILE", help="write tasks of retrieval and tracing for --tasks, whose prompts are "
+        "parts of --text (prose) and --code, and no more")
     add("--code", metavar="FILE", default=CODE, help="of --make-tasks (%(default)s)")
     add("--lengths", type=lengths, default=[4096], help="of prompts that are made, in tokens, a comma list (4096)")
     add("--count", type=number(int, 1), default=16, help="of each of six tasks and each length (%(default)s)")
@@ -74,7 +74,11 @@ def make_tasks(arguments: argparse.Namespace) -> int:
     with report.target(arguments.make_tasks, "--make-tasks") as target:
         texts = Texts(text_of(arguments.text or PROSE), text_of(arguments.code))
         made = made_tasks(_vocabulary(arguments, None), texts, arguments.lengths, arguments.count, arguments.seed)
-        return int(not target.write_text("".join(json.dumps(line) + "\n" for line in made)))
+        lines = [json.dumps(line) + "\n" for line in made]
+        written = target.write_text("".join(lines))
+        if written and arguments.make_tasks != "-":
+            print(f"{len(lines)} tasks in {arguments.make_tasks}")
+        return int(not written)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -139,12 +143,10 @@ def run(arguments: argparse.Namespace, policies: Sequence[str], options: dict[st
 
 
 def _load(arguments: argparse.Namespace, config: Any, options: dict[str, Any]) -> Setup:
-    from sluice.evaluation.decoding import Setup
+    from sluice.evaluation.decoding import Setup, own_attention
     from sluice.serving.load import load_model
 
-    # The library's sdpa, which most models begin with, leaves a soft-cap out.
-    attention = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
-    model = load_model(arguments.model, arguments.dtype, arguments.trust_remote_code, **attention)
+    model = load_model(arguments.model, arguments.dtype, arguments.trust_remote_code, **own_attention(config))
     model = model.to(device_of(arguments)).eval()
     if arguments.near_bytes is not None:
         options = {**options, "near_bytes": arguments.near_bytes}

@@ -119,6 +119,12 @@ def chooses_on_cpu(policy: str) -> bool:
     return bool(options.cpu_sequences)
 
 
+def own_attention(config: Any) -> dict[str, str]:
+    """With what a model is to be loaded, for its attention in transformers to be what it was trained with."""
+    # The library's sdpa, which most models begin with, leaves a soft-cap out.
+    return {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+
+
 @contextlib.contextmanager
 def dense(setup: Setup) -> Iterator[Subject]:
     """The model's own attention, with the library's own cache."""

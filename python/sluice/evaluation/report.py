@@ -105,7 +105,8 @@ class Target:
         return self.write_text(json.dumps(finite(results), allow_nan=False) + "\n")
 
     def write_text(self, text: str) -> bool:
-        """What the file does not take, as on a full disk, goes to standard output, and standard error says so: False."""
+        """What the file does not take, as on a full disk, goes to standard output, and standard error says so:
+        False."""
         if self._path == "-":
             sys.stdout.write(text)
         elif self._made is not None:

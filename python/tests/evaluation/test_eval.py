@@ -105,7 +105,7 @@ def test_a_model_without_a_tokenizer(evaluate: Callable, text: Path, tmp_path: P
     (("--text", "{text}", "--tokens", "80", "--score", "80"), 2, "a token more than are scored"),
     (("--text", "{text}", *SMALL, "--policies", "full;nonesuch"), 2, "nonesuch"),
     (("--text", "{text}", *SMALL, "--policies", ";"), 2, "--policies: the list is empty"),
-    (("--text", "{text}", *SMALL, "--host-bytes", "8K"), 2, "host_bytes"),
+    (("--text", "{text}", *SMALL, "--host-bytes", "8K"), 2, "--host-bytes is 8192"),
     (("--text", "{text}", *SMALL, "--option", "nonesuch=1"), 2, "there is no option nonesuch"),
     (("--text", "{missing}"), 2, "No such file"),
     (("--text", "{latin}", *SMALL), 2, "is no text of UTF-8"),

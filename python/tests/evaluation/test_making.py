@@ -84,7 +84,7 @@ def test_the_command(evaluate: Callable, folder: Path, tmp_path: Path) -> None:
     make = ("--make-tasks", tmp_path / "tasks.jsonl", "--text", tmp_path / "prose.txt", "--code", tmp_path / "code.txt",
             "--count", "1", "--lengths")
     done = evaluate(tmp_path / "words", *make, "1400")
-    assert (done.status, done.out, done.err) == (0, "", "")
+    assert (done.status, done.out, done.err) == (0, f"6 tasks in {tmp_path / 'tasks.jsonl'}\n", "")
     lines = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
     assert [line["task"] for line in lines] == list(TASKS)
     assert all(1000 < len(tokenizer().encode(line["prompt"])) <= 1401 for line in lines)

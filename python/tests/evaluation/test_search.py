@@ -28,8 +28,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fol
     def call(*arguments: str) -> str:
         options = {**KV, "threads": 1, "pin_threads": "false", "answer_timeout_ms": 30_000}
         monkeypatch.setattr(sys, "argv", [
-            "search.py", "--model", f"tiny={folder}", "--text", str(text), *SMALL, "--tasks", f"tiny={tasks}", "--device", DEVICE,
-            "--host-bytes", "16MiB", "--near-bytes", "0", "--out", str(tmp_path / "found.jsonl"), *arguments,
+            "search.py", "--model", f"tiny={folder}", "--text", str(text), *SMALL, "--tasks", f"tiny={tasks}",
+            "--device", DEVICE, "--host-bytes", "16MiB", "--near-bytes", "0", "--out", str(tmp_path / "found.jsonl"), *arguments,
             *(word for name, value in options.items() for word in ("--option", f"{name}={value}"))])
         search.main()
         return capsys.readouterr().out
