@@ -9,9 +9,9 @@ import sys
 
 from sluice import _structs as structs
 from sluice._library import library
-from sluice.errors import Error, NotFound, Unsupported
+from sluice._reporting import told
 from sluice.evaluation.command import add_command as add_eval
-from sluice.serving.arguments import in_arguments
+from sluice.serving.arguments import check_texts, in_arguments
 from sluice.serving.command import add_commands
 
 
@@ -46,18 +46,16 @@ def main() -> int:
         call=lambda _: doctor())
     add_commands(commands)
     add_eval(commands)
-    arguments = parser.parse_args()
     try:
+        arguments = parser.parse_args()
+        check_texts(arguments)
         return arguments.call(arguments)
     except KeyboardInterrupt:
         return 130
-    except (Error, OSError) as error:
-        print(f"sluice: {in_arguments(str(error))}", file=sys.stderr)
-        return NotFound.exit_code if isinstance(error, FileNotFoundError) else getattr(error, "exit_code", 1)
-    except ModuleNotFoundError as error:
-        print(f"sluice: {error}; pip install './python[serve]', in Sluice's sources, has what this command needs",
-              file=sys.stderr)
-        return Unsupported.exit_code
+    except Exception as error:
+        line, code = told(error, in_arguments)
+        sys.stderr.write(line)
+        return code
 
 
 if __name__ == "__main__":

@@ -170,6 +170,8 @@ def refuse(model: transformers.PreTrainedModel, config: Any) -> None:
     """Raises Unsupported with the reason if Sluice cannot serve the model."""
     name = type(model).__name__
     refuse_taken(model)
+    if config.num_hidden_layers < 1:
+        raise Unsupported(f"{name} has num_hidden_layers {config.num_hidden_layers}; it must have a layer")
     layers = _layer_configs(config, config.num_hidden_layers)
     if not model._can_set_attn_implementation() or not hasattr(layers[0], "num_attention_heads"):
         raise Unsupported(f"{name} does not call its attention through transformers' AttentionInterface")

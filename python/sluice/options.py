@@ -178,7 +178,7 @@ class EngineOptions:
         struct = structs.EngineOptions()
         lib = library()
         lib.check(lib.engine_options_init(ctypes.byref(struct), ctypes.sizeof(struct)))
-        struct.device_type, struct.device_id = _device(self.device)
+        struct.device_type, struct.device_id = device_number(self.device)
         if self.largest is not None:
             if not isinstance(self.largest, Bucket):
                 raise InvalidArgument(f"largest is {self.largest!r}; it must be a sluice.Bucket")
@@ -220,15 +220,18 @@ def policy_text(policy: str) -> bytes:
     """As the library reads it."""
     if not isinstance(policy, str):
         raise InvalidArgument(f'policy is {policy!r}; it must be a text, such as "sluice"')
+    if "\0" in policy or not policy.isascii():  # The library would read it up to a zero.
+        raise InvalidArgument(f"policy is {policy!r}; a policy has letters, digits and signs of ASCII alone")
     return policy.encode()
 
 
-def _device(name: str) -> tuple[int, int]:
+def device_number(name: str) -> tuple[int, int]:
+    """Kind and number of a device, as the library has them."""
     kind, colon, number = str(name).partition(":")
     if kind == "cpu" and not colon:
         return structs.DEVICE_CPU, 0
-    if kind == "cuda" and (number.isdecimal() if colon else True):
-        return structs.DEVICE_CUDA, int(number or 0)
+    if kind == "cuda" and (number.isascii() and number.isdecimal() if colon else True):
+        return structs.DEVICE_CUDA, _unsigned("device", int(number[:20] or 0), 31)
     raise InvalidArgument(f'device is "{name}"; it must be "cpu", "cuda" or "cuda:N"')
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
+import json
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +20,7 @@ from fastapi.responses import StreamingResponse
 from sluice.errors import InvalidArgument
 from sluice.serving.answers import Form
 from sluice.serving.arguments import in_arguments
-from sluice.serving.guard import Answer, encoded
+from sluice.serving.guard import KEY_NUMBER, Answer, encoded
 from sluice.serving.metrics import Metrics
 from sluice.serving.process import Answers, EngineLost, EngineProcess, Ready
 from sluice.serving.protocol import MOST_CHOICES, ChatRequest, CompletionRequest, Refused
@@ -35,19 +38,21 @@ class Front:
 
     name: str  #: the model's, for clients
     queue: int = 256  #: answers that may wait beside those that run; more are refused with 429
-    api_key: str | None = None  #: that clients must have
+    api_keys: tuple[str, ...] = ()  #: of which clients must have one; none: all are served
     max_body: int | None = None  #: bytes of a request; None: by the model's context
+    shared_prefixes: bool = False  #: prompts begin with what is known of any client's
 
 
 class Answering:
     """Requests to answers."""
 
     def __init__(self, engine: EngineProcess, ready: Ready, tokenizer: Any, front: Front) -> None:
-        self.engine, self.metrics = engine, Metrics(lambda: engine.status)
+        self.engine, self.metrics = engine, Metrics(lambda: engine.status, lambda: engine.lost)
         self._ready, self._tokenizer, self._front = ready, tokenizer, front
         self._tokens = TokenBytes(tokenizer)
         # One thread: tokenizers are not to be used by two at once.
         self._reader = ThreadPoolExecutor(1, "sluice-tokenizer")
+        self._secret = secrets.token_bytes(32)
         self._places = 0  # Of requests whose prompts are being read.
         # No text of more characters fits: a token has no more than the longest.
         longest = max(map(len, tokenizer.get_vocab()), default=0)
@@ -108,6 +113,10 @@ class Answering:
                       read: Callable[[], Coroutine[Any, Any, list[list[int]]]], prompts: int, chat: bool) -> Response:
         """`read`: makes the tokens of as many prompts."""
         self.check_model(wants.model)
+        most = self.engine.settings.sequences + self._front.queue
+        if prompts * wants.n > most:
+            raise Refused(400, f"{prompts * wants.n} answers to one request are more than this server takes at once, "
+                               f"{most} (its --sequences and --queue)", param="n")
         samplings = [wants.samplings(self._ready.defaults, wants.n) for _ in range(prompts)]
         with self._place(prompts * wants.n):
             tokens = await unless_gone(request, read())
@@ -116,7 +125,7 @@ class Answering:
                 return Response(status_code=499)  # Which nobody gets.
             self._check(wants, tokens)
             try:
-                answers = self.engine.answer(tokens, samplings)
+                answers = self.engine.answer(tokens, samplings, self._salt(wants, request))
             except EngineLost:
                 self.metrics.requests.labels("failed").inc()
                 raise
@@ -126,6 +135,15 @@ class Answering:
             return await unless_gone(request, whole(answers, form, counted)) or Response(status_code=499)
         usage = wants.stream_options is not None and wants.stream_options.include_usage
         return Stream(answers, counted, pieces(answers, form, counted, usage))
+
+    def _salt(self, wants: CompletionRequest | ChatRequest, request: Request) -> int:
+        """Whose prompts begin with what is known of each other's: what is found tells of prompts that others sent, by
+        `cached_tokens` and by how soon an answer comes. It cannot be guessed."""
+        if self._front.shared_prefixes:
+            return 0
+        who = [request.scope.get(KEY_NUMBER), wants.user, wants.safety_identifier, wants.prompt_cache_key]
+        digest = hashlib.blake2b(json.dumps(who).encode(), key=self._secret, digest_size=8).digest()
+        return int.from_bytes(digest, "big")
 
     @contextmanager
     def _place(self, answers: int) -> Iterator[None]:

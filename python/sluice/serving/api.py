@@ -47,7 +47,7 @@ def create_app(engine: EngineProcess, ready: Ready, tokenizer: Any, front: Front
     app.add_exception_handler(RequestValidationError, lambda _, error: refuse(invalid(error)))
     app.add_exception_handler(HTTPException, lambda request, error: refuse(unserved(request, error)))
     app.add_exception_handler(Exception, lambda _, error: defect(error))
-    app.add_middleware(Guard, key=front.api_key, most=front.max_body or body_limit(ready.limit), refuse=refuse)
+    app.add_middleware(Guard, keys=front.api_keys, most=front.max_body or body_limit(ready.limit), refuse=refuse)
     _add_routes(app, answering, ready, front)
     return app
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import math
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.errors import Error, InvalidArgument, Unsupported
-from sluice.options import EngineOptions
+from sluice.options import EngineOptions, device_number
 from sluice.serving.process import Settings
 
 
@@ -34,41 +35,75 @@ _OTHERS = {"layers": "the model", "q_heads": "the model", "kv_heads": "the model
            "scale": "the model", "softcap": "the model", "windows": "the model",
            "device": "--device", "host_bytes": "--host-bytes", "near_bytes": "--near-bytes",
            "sequences": "--sequences", "largest": "--sequences and --prefill-rows"}
+# One of these is in the name of a file of any tokenizer.
+_TOKENIZERS = ("token", "vocab", "merges", "spiece", "sentencepiece", "tekken", ".model", ".gguf")
 _SAID = {**_OTHERS, "kv_dtype": "--kv-dtype"}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def size(text: str) -> int:
     """Bytes: 8GiB, 8G, 512M or a number."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
-    if found is None:
-        raise argparse.ArgumentTypeError(f'"{text}" is no size; write 8GiB, 512M or a number of bytes')
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    found = re.fullmatch(r"([0-9]{1,30})(?:(\.[0-9]{1,30})? *([KMGT])(?:i?B)?|B)?", text, re.IGNORECASE)
+    if found is not None:
+        unit = _UNITS[(found[3] or "").upper()]
+        bytes = int(found[1]) * unit + int(float(found[2] or 0) * unit)
+        if bytes < 1 << 63:
+            return bytes
+    raise argparse.ArgumentTypeError(f'"{shown(text)}" is no size; write 8GiB, 512M or a number of bytes')
+
+
+def shown(text: str) -> str:
+    """As much of what was given as an error may tell."""
+    return text if len(text) <= 100 else text[:100] + "..."
 
 
 def option(text: str) -> tuple[str, Any]:
     """NAME=VALUE, the value as JSON has it, or a word."""
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise argparse.ArgumentTypeError(f'"{text}" is not NAME=VALUE')
+        raise argparse.ArgumentTypeError(f'"{shown(text)}" is not NAME=VALUE')
     try:
         return name, json.loads(value)
     except ValueError:
         return name, value
+    except RecursionError:
+        raise argparse.ArgumentTypeError(f'"{shown(text)}" is nested too deeply') from None
 
 
-def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
-    """A finite number in [low, high]."""
+def number(kind: type, low: float, high: float | None = None) -> Callable[[str], Any]:
+    """A finite number in [low, high], in ASCII digits; without `high`, one that an engine can take."""
+    form = r"[+-]?[0-9]+" if kind is int else r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?"
+    most = high if high is not None else (1 << 31) - 1 if kind is int else 1e9
+
     def parse(text: str) -> Any:
         try:
-            value = kind(text)
-        except ValueError:
+            value = kind(text) if re.fullmatch(form, text, re.IGNORECASE) else math.nan
+        except ValueError:  # Of thousands of digits.
             value = math.nan
-        if not low <= value <= high or not math.isfinite(value):
-            bounds = f"at least {low}" if high == math.inf else f"in [{low}, {high}]"
-            raise argparse.ArgumentTypeError(f'"{text}" must be a{" whole" if kind is int else ""} number {bounds}')
+        if not low <= value <= most:
+            bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
+            raise argparse.ArgumentTypeError(
+                f'"{shown(text)}" must be a{" whole" if kind is int else ""} number {bounds}')
         return value
     return parse
+
+
+def file(text: str) -> Path:
+    """A file's name."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a file is empty; give one, or leave the option out")
+    return Path(text)
+
+
+def check_texts(arguments: argparse.Namespace) -> None:
+    """Refuses values that are empty, which would count as left out, and bytes that are no text."""
+    for name, value in vars(arguments).items():
+        if value == "":
+            raise InvalidArgument(f"--{name.replace('_', '-')} is empty; give it a value, or leave it out")
+        try:
+            _ = isinstance(value, str) and value.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgument(f"--{name.replace('_', '-')} is no text of UTF-8") from None
 
 
 def add_model(parser: argparse.ArgumentParser, near: str) -> None:
@@ -109,16 +144,18 @@ def add_engine(parser: argparse.ArgumentParser, sequences: int) -> None:
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--max-tokens", type=number(int, 1), help="of an answer (until the context is full)")
-    add("--temperature", type=float, help="0: the most likely token (the model's own, or 1)")
-    add("--top-p", type=float)
-    add("--seed", type=int, help="to get the same again")
+    add("--temperature", type=number(float, 0, 100), help="0: the most likely token (the model's own, or 1)")
+    add("--top-p", type=number(float, 0, 1))
+    add("--seed", type=number(int, -(1 << 63), (1 << 64) - 1), help="to get the same again")
 
 
 def device_of(arguments: argparse.Namespace) -> str:
     """What --device says, or a GPU where there is one."""
     from sluice._library import library
 
-    return arguments.device or ("cuda" if library().cuda_devices() else "cpu")
+    device = arguments.device or ("cuda" if library().cuda_devices() else "cpu")
+    device_number(device)
+    return device
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -135,6 +172,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     if arguments.near_bytes is not None:
         options["near_bytes"] = arguments.near_bytes
     check_folder(arguments.model)
+    check_tokenizer(arguments.model)
     return Settings(model=arguments.model, policy=arguments.policy, host_bytes=arguments.host_bytes,
                     context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,
                     slowdown=arguments.slowdown, device=device, dtype=arguments.dtype,
@@ -162,11 +200,14 @@ def check_options(options: dict[str, Any], policy: str) -> None:
         if name not in known:
             raise InvalidArgument(f"there is no option {name}; there are {', '.join(sorted(known))}")
         try:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError
             _engine_options(**{name: value})._to_struct()
         except InvalidArgument as reason:
             raise InvalidArgument(f"--option {reason}") from None
-        except (AttributeError, TypeError, KeyError):  # Of words where numbers should be, and the like.
-            raise InvalidArgument(f"--option {name}: it may not be {json.dumps(value)}") from None
+        except (AttributeError, TypeError, KeyError, OverflowError, ValueError, ctypes.ArgumentError, RecursionError):
+            # Of words where numbers should be, and the like.
+            raise InvalidArgument(f"--option {name}: it may not be {shown(str(value))}") from None
     _engine_options(**options).make_room_for(policy, 1)
 
 
@@ -190,6 +231,14 @@ def check_folder(model: str) -> None:
         raise CannotLoad(f"there is no file {model}")
     elif not folder.is_file() and (folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1):
         raise CannotLoad(f"there is no folder {model}")
+
+
+def check_tokenizer(model: str) -> None:
+    """Refuses a folder that has none, which transformers takes long to say."""
+    names = [each.name.lower() for each in Path(model).iterdir()] if Path(model).is_dir() else ["tokenizer.json"]
+    if not any(part in name for name in names for part in _TOKENIZERS):
+        raise CannotLoad(f"the tokenizer of {model} cannot be loaded; its files, such as tokenizer.json, must be "
+                         "beside the model")
 
 
 def source(model: str) -> tuple[str, dict[str, str]]:

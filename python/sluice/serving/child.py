@@ -9,28 +9,19 @@ import signal
 import sys
 import threading
 import time
-import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from sluice._reporting import told
 from sluice.errors import Error
 from sluice.serving.ranks import Launch
-from sluice.serving.requests import Event, Request
+from sluice.serving.requests import Event, Failed, Request
 
 if TYPE_CHECKING:
     from sluice.serving.process import Settings
 
 BEAT_S = 1.0  #: The process says something as often, if it is not in a forward,
 _STATUS_S = 0.1  # and of itself, if it is busy.
-
-
-@dataclass(frozen=True)
-class NotLoaded:
-    """What the process says if it has no model."""
-
-    why: str
-    exit_code: int  #: as errors have it
 
 
 def main(connection: Connection, settings: Settings) -> None:
@@ -40,14 +31,13 @@ def main(connection: Connection, settings: Settings) -> None:
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     loaded = threading.Event()
     threading.Thread(target=_receive, args=(connection, inbox, loaded), daemon=True).start()
-    from sluice.serving.load import load_loop  # Takes seconds, and is of no use to the other side.
-
     try:
+        from sluice.serving.load import load_loop  # Takes seconds, and is of no use to the other side.
+
         loop, ready = load_loop(settings)
     except Exception as error:  # Whatever transformers raises: it is told, and that is all.
-        known = isinstance(error, Error)
-        _say(connection, NotLoaded(str(error) if known else f"{type(error).__name__}: {error}",
-                                   error.exit_code if known else Error.exit_code))
+        line, code = told(error)
+        _say(connection, Failed(line.removeprefix("sluice: ").rstrip(), code))
         return
     loaded.set()
     if _say(connection, ready):
@@ -95,8 +85,9 @@ def _receive(connection: Connection, inbox: queue.SimpleQueue[Any], loaded: thre
             inbox.put(message)
     except (EOFError, OSError):
         inbox.put(None)
-    except Exception:
-        exit_at_once(traceback.format_exc())
+    except Exception as error:
+        line, code = told(error)
+        exit_at_once(line, code)
     if not loaded.is_set():
         exit_at_once()
 

@@ -9,15 +9,15 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sluice._reporting import one_line, told
 from sluice.errors import Error, InvalidArgument
-from sluice.serving.arguments import GGUF, CannotLoad, add_engine, add_sampling, number, settings_of, size
+from sluice.serving.arguments import GGUF, add_engine, add_sampling, file, number, settings_of, size
 from sluice.serving.child import exit_at_once, exit_of_rank
-from sluice.serving.process import EngineLost, EngineProcess
+from sluice.serving.process import EngineProcess
 from sluice.serving.ranks import Disagreed, Launch
 from sluice.serving.talk import chat, run
 
@@ -40,10 +40,13 @@ def add_commands(commands: Any) -> None:
     serve_command.add_argument("--name", help="the model's for clients (the folder's)")
     serve_command.add_argument("--queue", type=number(int, 0), default=256,
                                help="answers that may wait; more are refused with 429 (%(default)s)")
-    serve_command.add_argument("--api-key", help=f"that clients must have; or the environment's {KEY_VARIABLE}")
+    serve_command.add_argument("--api-key", action="append", metavar="KEY", help="of which clients must have "
+                               f"one; may be repeated. Or the environment's {KEY_VARIABLE}, with spaces between keys")
+    serve_command.add_argument("--shared-prefixes", action="store_true", help="prompts begin with what is known of any "
+                               "client's, which tells clients of each other's")
     serve_command.add_argument("--max-body", type=size, help="bytes of a request (128 for a token of the context)")
-    serve_command.add_argument("--connections", type=number(int, 1), default=1024, help="at once; with more /health and "
-                               "/metrics alone are served (%(default)s, and what ulimit -n leaves)")
+    serve_command.add_argument("--connections", type=number(int, 1), help="at once; with more /health and /metrics "
+                               "alone are served (1024, or twice what may be under way; and what ulimit -n leaves)")
     serve_command.add_argument("--silence", type=number(float, 0.1), default=600, metavar="SECONDS",
                                help="an engine that says nothing for as long, longer than a forward takes, is taken "
                                     "for lost (%(default)s)")
@@ -54,7 +57,7 @@ def add_commands(commands: Any) -> None:
     add_sampling(run_command)
     text = run_command.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt")
-    text.add_argument("--file", type=Path, help="with the prompt; -: standard input")
+    text.add_argument("--file", type=file, help="with the prompt; -: standard input")
     add_session(run_command, "keeps the prompt: what FILE has of it need not be read again")
     run_command.set_defaults(call=or_follow(run))
 
@@ -67,7 +70,7 @@ def add_commands(commands: Any) -> None:
 
 
 def add_session(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--session", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--session", type=file, metavar="FILE", help=text)
 
 
 def or_follow(call: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -81,19 +84,19 @@ def or_follow(call: Callable[[argparse.Namespace], int]) -> Callable[[argparse.N
     return command
 
 
-def api_key(arguments: argparse.Namespace) -> str | None:
-    """That clients must have. An address that others reach and no key is worth a warning."""
-    if arguments.api_key is not None and not arguments.api_key.strip():
-        raise InvalidArgument("--api-key is empty; leave it out if clients need none")
-    key = arguments.api_key or os.environ.get(KEY_VARIABLE) or None
+def api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Of which clients must have one. An address that others reach and no key is worth a warning."""
+    keys = tuple(key.strip() for key in arguments.api_key or os.environ.get(KEY_VARIABLE, "").split())
+    if not all(key and key.isascii() and key.isprintable() for key in keys):
+        raise InvalidArgument("--api-key is empty, or has what no header may have; leave it out if clients need none")
     try:
         own = ipaddress.ip_address(arguments.host).is_loopback
     except ValueError:
         own = arguments.host == "localhost"
-    if key is None and not own:
+    if not keys and not own:
         print(f"sluice: everyone who reaches {arguments.host or 'this machine'} may use this server; --api-key or "
               f"{KEY_VARIABLE} sets a key", file=sys.stderr, flush=True)
-    return key.strip() if key else None
+    return keys
 
 
 def name_of(model: str) -> str:
@@ -103,19 +106,20 @@ def name_of(model: str) -> str:
 
 def follow(arguments: argparse.Namespace) -> int:
     """A rank that is not the first: it does what that does, until that ends."""
-    from sluice.serving.load import load_follower
-
     rank = Launch.of_environment().rank
     try:
+        from sluice.serving.load import load_follower
+
         model = load_follower(settings_of(arguments))
         for number in (signal.SIGINT, signal.SIGTERM):  # They are meant for rank 0, which has them too.
             signal.signal(number, signal.SIG_IGN)
         model.follow()
         model.close()
-    except (Disagreed, Error) as error:
-        exit_at_once(f"sluice: rank {rank} ends: {error}\n")
-    except Exception:  # Of others' code. Rank 0 notices, and torch's threads would keep the process.
-        exit_at_once(traceback.format_exc())
+    except Disagreed as error:
+        exit_at_once(f"sluice: rank {rank} ends: {one_line(str(error))}\n")
+    except Exception as error:  # Of others' code, too. Rank 0 notices, and torch's threads would keep the process.
+        line, code = told(error)
+        exit_at_once(f"sluice: rank {rank} ends: {line.removeprefix('sluice: ')}", code)
     return 0
 
 
@@ -132,23 +136,19 @@ def serve(arguments: argparse.Namespace) -> int:
             engine.close_in(_DRAIN_S)
             super().handle_exit(sig, frame)
 
-    key = api_key(arguments)
+    keys = api_keys(arguments)
     settings = settings_of(arguments)
     listener = listen(arguments.host, arguments.port)  # An address that is taken is told before a model is loaded.
-    house = House(room_for(arguments.connections, _KEPT_CONNECTIONS), _KEPT_CONNECTIONS)
+    most = arguments.connections or max(1024, 2 * (arguments.sequences + arguments.queue))
+    house = House(room_for(most, _KEPT_CONNECTIONS), _KEPT_CONNECTIONS)
     engine = EngineProcess(settings)
     engine.start()
     try:
         # Both take seconds, at the same time.
         tokenizer = load_tokenizer(arguments.model, arguments.trust_remote_code)
-        try:
-            ready = engine.ready()
-        except EngineLost as error:
-            failed = CannotLoad(" ".join(str(error).split()))
-            failed.exit_code = error.exit_code
-            raise failed from None
+        ready = engine.ready()
         name = arguments.name or name_of(arguments.model)
-        front = Front(name, arguments.queue, key, arguments.max_body)
+        front = Front(name, arguments.queue, keys, arguments.max_body, arguments.shared_prefixes)
         app = create_app(engine, ready, tokenizer, front)
         host, port = listener.getsockname()[:2]
         near = "" if settings.device == "cpu" else f"{ready.near_bytes / 2**30:.2f} GiB of the GPU for near tokens, "

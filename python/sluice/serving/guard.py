@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from sluice.serving.protocol import Refused
 
+KEY_NUMBER = "sluice.key"  #: where the scope of a request has the number of the client's key
 OPEN = frozenset({"/health", "/metrics"})  #: routes that need no key
 _LEAST_BODY, _BYTES_OF_TOKEN, _LEAST_HELD = 4 << 20, 128, 256 << 20
 
@@ -50,9 +51,10 @@ class BodyRefused(HTTPException):
 class Guard:
     """ASGI middleware that checks the key, and how long bodies are, each and all together."""
 
-    def __init__(self, app: Any, key: str | None, most: int, refuse: Callable[[Refused], JSONResponse]) -> None:
-        """`most`: bytes of a body. `refuse`: the answer to what is refused."""
-        self._app, self._key, self._most, self._refuse = app, key, most, refuse
+    def __init__(self, app: Any, keys: Sequence[str], most: int, refuse: Callable[[Refused], JSONResponse]) -> None:
+        """`keys`: of which clients must have one; none: all are served. `most`: bytes of a body. `refuse`: the answer
+        to what is refused."""
+        self._app, self._keys, self._most, self._refuse = app, [key.encode() for key in keys], most, refuse
         self._most_held, self._held = max(_LEAST_HELD, 4 * most), 0  # Of bodies that are not whole yet.
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -65,7 +67,9 @@ class Guard:
         headers = dict(scope["headers"])
         # What refuses a body without reading it ends the connection.
         ends = {"Connection": "close"} if self._has_body(headers) else {}
-        if path not in OPEN and not self._knows(headers.get(b"authorization", b"")):
+        number = self._number(headers.get(b"authorization", b""))
+        scope = {**scope, KEY_NUMBER: number}
+        if path not in OPEN and self._keys and number is None:
             refused = Refused(401, "the API key is wrong or missing: send it as Authorization: Bearer KEY",
                               code="invalid_api_key", headers={"WWW-Authenticate": "Bearer", **ends})
             return await self._refuse(refused)(scope, receive, send)
@@ -82,8 +86,8 @@ class Guard:
             if read > self._most:
                 raise BodyRefused(self._long())
             if self._held > self._most_held:
-                raise BodyRefused(Refused(503, "too many bodies are being read; try again later", "server_error", "busy",
-                                          headers={"Retry-After": "1", "Connection": "close"}))
+                raise BodyRefused(Refused(503, "too many bodies are being read; try again later", "server_error",
+                                          "busy", headers={"Retry-After": "1", "Connection": "close"}))
             if not message.get("more_body"):
                 self._held, read = self._held - read, 0
             return message
@@ -97,12 +101,12 @@ class Guard:
     def _has_body(headers: dict[bytes, bytes]) -> bool:
         return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
 
-    def _knows(self, header: bytes) -> bool:
-        if self._key is None:
-            return True
+    def _number(self, header: bytes) -> int | None:
+        """Of the key that a client has; None: it has none of them."""
         kind, _, given = header.partition(b" ")
-        # In a time that says nothing of the key.
-        return hmac.compare_digest(given.strip(), self._key.encode()) and kind.lower() == b"bearer"
+        # In a time that says nothing of the keys.
+        same = [hmac.compare_digest(given.strip(), key) for key in self._keys]
+        return same.index(True) if any(same) and kind.lower() == b"bearer" else None
 
     def _long(self) -> Refused:
         return Refused(413, f"the body is too long; it may have {self._most} bytes", code="body_too_long",

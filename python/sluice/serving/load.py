@@ -20,6 +20,7 @@ from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
 from sluice.serving.process import Ready, Settings
 from sluice.serving.ranks import START_S, Launch, join
+from sluice.serving.requests import Sampling
 from sluice.serving.sharded import ShardedModel
 from sluice.serving.template import turn_ends
 from sluice.serving.tokens import TokenBytes
@@ -106,7 +107,8 @@ def load_model(model: str, dtype: str, trust_remote_code: bool = False,
                 place, **file, dtype=dtype if dtype == "auto" else getattr(torch, dtype),
                 trust_remote_code=trust_remote_code, output_loading_info=True, ignore_mismatched_sizes=True, **options)
             refuse_incomplete(model, made, told)
-            return made
+        _check_generation(model, made)
+        return made
     except CannotLoad as error:
         damaged = _damaged(model)  # Not before: a folder may have files that the model does without.
         if damaged is None:
@@ -128,6 +130,33 @@ def end_ids(model: transformers.PreTrainedModel, tokenizer: Any = None) -> froze
         ends |= set(filter(special, listed(config.eos_token_id) | listed(model.config.eos_token_id)))
         ends |= listed(tokenizer.eos_token_id) | turn_ends(tokenizer)
     return frozenset(ends)
+
+
+def _check_generation(model: str, made: transformers.PreTrainedModel) -> None:
+    """What a model's makers say of sampling and of ends is refused here, and not with each request.
+    @throws CannotLoad"""
+    file = Path(model) / "generation_config.json"
+    if file.exists():  # transformers takes one that it cannot read for none.
+        with _loading(str(file)):
+            transformers.GenerationConfig.from_pretrained(model)
+    with _loading(f"{model}: its generation_config.json"):
+        Sampling(**_defaults(made))
+        ends = made.generation_config.eos_token_id
+        for each in ends if isinstance(ends, list) else [] if ends is None else [ends]:
+            if type(each) is not int or each < 0:
+                raise InvalidArgument(f"eos_token_id has {each!r}; it must have ids of tokens")
+
+
+def _defaults(model: transformers.PreTrainedModel) -> dict[str, Any]:
+    """Sampling, and only what the model's makers wrote: other defaults are the protocol's."""
+    told = model.generation_config.to_diff_dict()
+    defaults = {name: told[name] for name in _DEFAULTS if told.get(name) is not None}
+    for name, value in defaults.items():
+        if type(value) is not int and (type(value) is not float or name == "top_k"):
+            raise InvalidArgument(f"{name} is {value!r}; it must be a number")
+    if defaults.get("top_k") == -1:  # Others' word for any.
+        del defaults["top_k"]
+    return defaults
 
 
 def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.PreTrainedModel]:
@@ -168,7 +197,4 @@ def load_loop(settings: Settings) -> tuple[Loop, Ready]:
     tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
     loop = Loop(packed, tokenizer, end_ids=end_ids(model, tokenizer), prefix=settings.prefix,
                 slowdown=settings.slowdown)
-    # Only what the model's makers wrote: others are the protocol's.
-    told = model.generation_config.to_diff_dict()
-    defaults = {name: told[name] for name in _DEFAULTS if told.get(name) is not None}
-    return loop, Ready(loop.limit, defaults, packed.vocabulary, packed.engine.memory().near_pages)
+    return loop, Ready(loop.limit, _defaults(model), packed.vocabulary, packed.engine.memory().near_pages)

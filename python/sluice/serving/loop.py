@@ -135,7 +135,7 @@ class Loop:
 
     def _begin(self, live: Live) -> None:
         try:
-            live.sequence = self._model.begin(live.ids if self._prefix else None)
+            live.sequence = self._model.begin(live.ids if self._prefix else None, live.request.salt)
         except Error as error:
             self._fail(live, error)
             return

@@ -15,10 +15,10 @@ _NEXT_S = (0.003, 0.006, 0.01, 0.02, 0.03, 0.06, 0.1, 0.2, 0.3, 0.6, 1, 3)
 
 
 class Metrics:
-    """Of one server. `status`: the engine's newest."""
+    """Of one server. `status`: the engine's newest. `lost`: why there is none any more."""
 
-    def __init__(self, status: Callable[[], Status]) -> None:
-        self._status = status
+    def __init__(self, status: Callable[[], Status], lost: Callable[[], str | None]) -> None:
+        self._status, self._lost = status, lost
         self._registry = registry = CollectorRegistry()
         self.requests = Counter("sluice_requests", "Requests, by how they ended", ["outcome"], registry=registry)
         self.prompt_tokens = Counter("sluice_prompt_tokens", "Tokens of prompts", registry=registry)
@@ -32,7 +32,10 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """prometheus_client's interface: what the engine says of itself."""
-        status = self._status()
+        status, up = self._status(), self._lost() is None
+        if not up:  # Nothing runs, and nothing has memory.
+            status = dataclasses.replace(status, running=0, waiting=0, memory=None)
+        yield GaugeMetricFamily("sluice_engine_up", "1: the engine answers; 0: it is lost", int(up))
         for name, value, text in (("running", status.running, "Answers that are being generated"),
                                   ("waiting", status.waiting, "Answers that wait for memory")):
             yield GaugeMetricFamily(f"sluice_{name}", text, value)

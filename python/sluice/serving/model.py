@@ -122,9 +122,9 @@ class PackedModel:
             finally:
                 self.engine.close()
 
-    def begin(self, ids: Sequence[int] | None) -> int:
-        """A new sequence, which has what is known of a prompt of these ids."""
-        return self.engine.begin(self.policy, ids)
+    def begin(self, ids: Sequence[int] | None, salt: int = 0) -> int:
+        """A new sequence, which has what is known of a prompt of these ids with this salt."""
+        return self.engine.begin(self.policy, ids, salt)
 
     def end(self, sequence: int) -> None:
         self.engine.end(sequence)

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import multiprocessing
 import queue
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -15,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sluice.errors import Error
-from sluice.serving.child import BEAT_S, NotLoaded, main as _main
-from sluice.serving.requests import Event, Request, Sampling, Status
+from sluice.serving.child import BEAT_S, main as _main
+from sluice.serving.requests import Event, Failed, Request, Sampling, Status
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,14 @@ class EngineLost(Error):
     """The engine's process has ended, or does not answer."""
 
 
+class CannotStart(EngineLost):
+    """The process has not become an engine."""
+
+    def __init__(self, why: str, exit_code: int) -> None:
+        super().__init__(why)
+        self.exit_code = exit_code
+
+
 class EngineProcess:
     """A process with a serving loop, and the asyncio side of what it tells. After `ready` all methods but `close` and
     `close_in` belong to one event loop."""
@@ -66,6 +75,7 @@ class EngineProcess:
         self._queues: dict[int, asyncio.Queue[Event]] = {}
         self._lost: str | None = None
         self._closes: float | None = None
+        self._ends = False
         self._heard = time.monotonic()
         self.status = Status()
         """The newest that it told."""
@@ -82,7 +92,7 @@ class EngineProcess:
 
     def ready(self) -> Ready:
         """Waits until the model is loaded.
-        @throws EngineLost with the reason if it cannot be served"""
+        @throws CannotStart, EngineLost with the reason if it cannot be served"""
         try:
             if not self._connection.poll(self._start_timeout_s):
                 raise EngineLost(f"the model was not loaded within {self._start_timeout_s:g} s")
@@ -90,10 +100,8 @@ class EngineProcess:
         except (EOFError, OSError):
             self._process.join(5)
             raise EngineLost(self._exit()) from None
-        if isinstance(said, NotLoaded):
-            failed = EngineLost(said.why)
-            failed.exit_code = said.exit_code
-            raise failed
+        if isinstance(said, Failed):
+            raise CannotStart(said.why, said.exit_code)
         self._heard = time.monotonic()
         return said
 
@@ -104,6 +112,7 @@ class EngineProcess:
 
     def close(self, timeout_s: float = 10) -> None:
         """Ends the process: it is told to, and killed if it does not."""
+        self._ends = True
         self._outbox.put(None)
         self._process.join(timeout_s)
         if self._process.is_alive():
@@ -130,10 +139,10 @@ class EngineProcess:
         """Answers that the engine has not ended, however much of them has been taken."""
         return len(self._queues)
 
-    def answer(self, prompts: Sequence[list[int]], samplings: Sequence[Sequence[Sampling]]) -> Answers:
-        """Begins answers to prompts, for each as many as there are samplings.
+    def answer(self, prompts: Sequence[list[int]], samplings: Sequence[Sequence[Sampling]], salt: int = 0) -> Answers:
+        """Begins answers to prompts, for each as many as there are samplings. `salt`: see Request.
         @throws EngineLost"""
-        return Answers(self, prompts, samplings)
+        return Answers(self, prompts, samplings, salt)
 
     def _tell(self) -> None:
         """A thread, as a process that does not read stops who writes to it."""
@@ -145,7 +154,7 @@ class EngineProcess:
         except OSError:
             pass  # The process has ended, as the other thread notices.
         except Exception as error:
-            self._lost = f"the engine could not be told of a request: {type(error).__name__}: {error}"
+            self._lose(f"the engine could not be told of a request: {type(error).__name__}: {error}")
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         why = ""
@@ -170,6 +179,9 @@ class EngineProcess:
                 news.put_nowait(event)
 
     def _lose(self, why: str) -> None:
+        if self._lost is None and not self._ends:
+            print(f"sluice: {why}; requests are answered with 503 until the server is started again", file=sys.stderr,
+                  flush=True)
         self._lost = self._lost or why
 
     def _exit(self) -> str:
@@ -180,12 +192,12 @@ class Answers:
     """Answers that an engine gives. Events have the numbers of answers in order: the first prompt's come first."""
 
     def __init__(self, engine: EngineProcess, prompts: Sequence[list[int]],
-                 samplings: Sequence[Sequence[Sampling]]) -> None:
+                 samplings: Sequence[Sequence[Sampling]], salt: int = 0) -> None:
         requests: list[Request] = []
         for prompt, wants in zip(prompts, samplings):
             first = None
             for sampling in wants:
-                requests.append(Request(next(engine._numbers), prompt, sampling, first))
+                requests.append(Request(next(engine._numbers), prompt, sampling, first, salt))
                 first = first or requests[-1].number
         self._engine, self._news = engine, asyncio.Queue[Event]()
         self._numbers = {request.number: index for index, request in enumerate(requests)}

@@ -4,6 +4,7 @@ errors; those that would not are taken and ignored."""
 from __future__ import annotations
 
 import dataclasses
+import re
 import secrets
 from typing import Annotated, Any, Literal
 
@@ -20,7 +21,9 @@ _MOST_FIELDS, _MOST_BIASES = 64, 300
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 _Stops = Annotated[list[_Stop], Field(max_length=4), FailFast(),
                    BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]
-_Biases = dict[int, Annotated[float, Field(ge=-100, le=100)]]
+_Biases = dict[int, Annotated[float, Strict(), Field(ge=-100, le=100)]]
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
+_LONGEST = 500  # Characters of an error: what was sent is no more than named.
 _Token = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
 _Tokens = Annotated[list[_Token], Field(max_length=_MOST_TOKENS), FailFast()]
 _Texts = Annotated[list[Annotated[str, Strict()]], FailFast()]
@@ -28,11 +31,20 @@ _PROMPTS = {str: TypeAdapter(_Texts), int: TypeAdapter(_Tokens),
             list: TypeAdapter(Annotated[list[_Tokens], FailFast()])}
 
 
+def clipped(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST // 2]} ... {text[-_LONGEST // 2:]}"
+
+
 def _few(biases: Any) -> Any:
     if isinstance(biases, dict) and len(biases) > _MOST_BIASES:
         raise PydanticCustomError("logit_bias", "{count} tokens; at most {most} may have one",
                                   {"count": len(biases), "most": _MOST_BIASES})
-    return biases
+    if not isinstance(biases, dict):
+        return biases
+    strange = next((key for key in biases if not _NUMBER.fullmatch(key)), None)
+    if strange is not None:
+        raise PydanticCustomError("logit_bias", '"{key}" is no token', {"key": clipped(strange)})
+    return {int(key): bias for key, bias in biases.items()}
 
 
 def _prompt(given: Any) -> Any:
@@ -58,13 +70,15 @@ class Refused(Exception):
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None,
                  param: str | None = None, headers: dict[str, str] | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message := clipped(message))
         self.status, self.headers = status, headers
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body = {"error": {"message": message, "type": kind, "param": param and clipped(param), "code": code}}
 
 
 class _Nullable(BaseModel):
-    """Null means the default."""
+    """Null means the default. Types are JSON's: "1" is no number, and neither is true."""
+
+    model_config = ConfigDict(strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -84,7 +98,7 @@ class StreamOptions(_Nullable):
 class _Request(_Nullable):
     """What both kinds have. The second half are extensions that other servers have, too."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str
     max_tokens: int | None = Field(None, ge=1)

@@ -65,6 +65,7 @@ class Request:
     prompt: list[int]
     sampling: Sampling
     after: int | None = None  #: another request with the same prompt: this one waits until it can share that's pages
+    salt: int = 0  #: of those whose prompts begin with what is known of each other's
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,14 @@ class Event:
     cached: int | None = None  #: tokens of the prompt that were found; with the first token
     finish: str | None = None  #: "stop" or "length": the answer is complete
     error: str | None = None  #: there is nothing more to come, and why
+
+
+@dataclass(frozen=True)
+class Failed:
+    """There is no loop."""
+
+    why: str
+    exit_code: int  #: of a command that ends with it
 
 
 @dataclass(frozen=True)

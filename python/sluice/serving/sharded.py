@@ -68,9 +68,9 @@ class ShardedModel(PackedModel):
         super().close()
         self._ranks.close()
 
-    def begin(self, ids: Sequence[int] | None) -> int:
-        sequence = super().begin(ids)
-        self._tell("begin", sequence, ids)
+    def begin(self, ids: Sequence[int] | None, salt: int = 0) -> int:
+        sequence = super().begin(ids, salt)
+        self._tell("begin", sequence, ids, salt)
         self._settle(sequence)
         return sequence
 
@@ -130,11 +130,11 @@ class ShardedModel(PackedModel):
         log, self._log = self._log, []
         self._ranks.tell(_Order(log, call, arguments))
 
-    def _begin_too(self, name: int, ids: Sequence[int] | None) -> None:
+    def _begin_too(self, name: int, ids: Sequence[int] | None, salt: int) -> None:
         error = None
         try:
             self._catch_up()
-            self._names[name] = super().begin(ids)
+            self._names[name] = super().begin(ids, salt)
         except Exception as failed:
             error = failed
         try:

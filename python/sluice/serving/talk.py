@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from sluice._reporting import one_line
 from sluice.errors import Error, InvalidArgument
 from sluice.serving.arguments import settings_of
 from sluice.serving.child import exit_at_once
@@ -195,6 +196,8 @@ def check_session(arguments: argparse.Namespace) -> None:
         raise InvalidArgument("--session: what it has is found as known prompts are; leave --no-prefix-cache out")
     if Launch.of_environment().ranks > 1:
         raise InvalidArgument("--session: a model that several processes share has none; leave it out")
+    if arguments.session.is_dir() or not arguments.session.name:
+        raise InvalidArgument(f"--session: {arguments.session} is a folder; name a file")
     if not arguments.session.parent.is_dir():
         raise InvalidArgument(f"--session: there is no folder {arguments.session.parent}")
 
@@ -205,8 +208,11 @@ def converse(teller: Teller, said: Conversation) -> None:
     while True:
         try:
             line = input(asks)
+            line.encode()
         except EOFError:
             return
+        except UnicodeError as error:
+            raise InvalidArgument(f"standard input is no text of UTF-8: {error}") from None
         if not line.strip():
             continue
         said.add("user", line)
@@ -229,8 +235,16 @@ def converse(teller: Teller, said: Conversation) -> None:
 
 
 def ids_of(teller: Teller, messages: list[dict[str, str]], asks: bool = True) -> list[int]:
-    """Tokens of messages; if it `asks`, up to where an answer begins."""
-    return teller.tokenizer.encode(rendered(teller.tokenizer, messages, asks), add_special_tokens=False)
+    """Tokens of messages; if it `asks`, up to where an answer begins.
+    @throws InvalidArgument of messages that the model's template does not take"""
+    try:
+        text = rendered(teller.tokenizer, messages, asks)
+    except InvalidArgument:
+        raise
+    except Exception as error:  # Templates are programs, and refuse messages by raising what they like.
+        raise InvalidArgument("the model's chat template does not take these messages: "
+                              f"{type(error).__name__}: {one_line(str(error))}") from None
+    return teller.tokenizer.encode(text, add_special_tokens=False)
 
 
 def conversation(teller: Teller, messages: list[dict[str, str]], kept: int) -> list[int]:

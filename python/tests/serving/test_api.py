@@ -13,6 +13,7 @@ import httpx
 import pytest
 from sluice.serving.answering import Front
 from sluice.serving.api import create_app
+from sluice.serving.guard import Guard
 from sluice.serving.process import EngineLost, Ready, Settings
 from sluice.serving.requests import Event, Status
 from small import tokenizer
@@ -29,10 +30,10 @@ class Engine:
         self.text = "fine"
         self.asked: list[Any] = []
 
-    def answer(self, prompts: Any, samplings: Any) -> Engine:
+    def answer(self, prompts: Any, samplings: Any, salt: int) -> Engine:
         if self.lost:
             raise EngineLost(self.lost)
-        self.asked.append((prompts, samplings))
+        self.asked.append((prompts, samplings, salt))
         return self
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
@@ -102,7 +103,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("header", [b"", b"Bearer", b"Bearer wrong", b"Basic secret", "Bearer gehe\u00efm".encode()])
 def test_the_key_is_checked_before_anything_is_read(header: bytes) -> None:
-    site, said = Site(api_key="secret"), []
+    site, said = Site(api_keys=("secret",)), []
 
     async def receive() -> Any:
         raise AssertionError("the body was read")
@@ -129,8 +130,72 @@ def test_bodies_that_are_too_long() -> None:
         raise AssertionError("all was read")
 
     # Whose length nobody says.
-    error_of(site.post(content=pieces(), headers={"content-type": "application/json"}), 413)
+    assert error_of(site.post(content=pieces(), headers={"content-type": "application/json"}),
+                    413)["code"] == "body_too_long"
     assert site.ask(prompt="a").status_code == 200
+
+
+def test_bodies_that_are_too_long_together() -> None:
+    """Those that are not whole are counted, however their clients go."""
+    site = Site(max_body=100)
+    wait, told = asyncio.Event(), []
+
+    async def never() -> AsyncIterator[bytes]:
+        yield b" " * 90
+        await wait.wait()
+
+    async def check() -> None:
+        site.app.middleware_stack = site.app.build_middleware_stack()
+        held = site.app.middleware_stack
+        while not isinstance(held, Guard):
+            held = held.app
+        held._most_held = 400
+        slow = [asyncio.create_task(site.send("POST", "/v1/completions", content=never())) for _ in range(4)]
+        while held._held < 360:
+            await asyncio.sleep(0.01)
+        told.append(await site.send("POST", "/v1/completions", content=never()))
+        for each in slow:
+            each.cancel()
+        await asyncio.wait(slow)
+        assert held._held == 0
+        told.append(await site.send("POST", "/v1/completions", json={"model": "tiny", "prompt": "a"}))
+
+    asyncio.run(check())
+    assert error_of(told[0], 503)["code"] == "busy" and told[1].status_code == 200
+
+
+def test_more_answers_than_there_may_ever_be(site: Site) -> None:
+    """To come again later would be of no use."""
+    for wants in ({"prompt": "a", "n": 4}, {"prompt": ["a", "b"], "n": 2}):
+        error = error_of(site.ask(**wants), 400)
+        assert error["param"] == "n" and "4 answers to one request are more than this server takes at once, 3" in \
+            error["message"]
+    assert site.ask(prompt="a", n=3).status_code == 200
+
+
+def test_what_is_known_of_prompts_is_told_to_those_who_sent_them() -> None:
+    """Another key, user or cache key, and another server, has another salt."""
+    def salts(**front: Any) -> list[int]:
+        site = Site(**front)
+        for key in front.get("api_keys", ("",)):
+            for wants in ({}, {"user": "a"}, {"user": "b"}, {"prompt_cache_key": "a"}, {"safety_identifier": "a"},
+                          {"user": "a", "prompt_cache_key": "b"}):
+                for _ in range(2):
+                    answer = site.post(json={"model": "tiny", "prompt": "x", **wants},
+                                       headers={"authorization": f"Bearer {key}"} if key else {})
+                    assert answer.status_code == 200, answer.text
+        return [salt for *_, salt in site.engine.asked]
+
+    apart, again = (salts(api_keys=("one", "two")) for _ in range(2))
+    assert apart[::2] == apart[1::2] and len(set(apart)) == 12 and not set(apart) & set(again)
+    assert len(set(salts())) == 6 and set(salts(shared_prefixes=True)) == {0}
+
+
+def test_several_keys() -> None:
+    site = Site(api_keys=("one", "two"))
+    codes = [site.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+             for key in ("one", "two", "three", "one two", "")]
+    assert codes == [200, 200, 401, 401, 401]
 
 
 def test_a_full_queue_reads_no_prompt(site: Site) -> None:
@@ -218,6 +283,13 @@ def test_texts_that_cannot_fit_are_not_made_tokens_of(site: Site) -> None:
     ({"logit_bias": {"5000": 1}}, "^token 5000 is none"),
     ({"stop_token_ids": [1] * 129}, "^stop_token_ids: .*at most 128"),
     ({"seed": 1 << 64}, "^seed: "),
+    *(({name: value}, f"^{name}[:.]") for name, values in {
+        "max_tokens": ("1", 1.0, True, 1.5), "temperature": ("1", True), "top_p": ("0.5",), "n": ("1", True, 1.0),
+        "seed": ("1", True), "stream": ("true", 1), "ignore_eos": (1, "yes"), "top_k": ("5",), "logprobs": ("1", True),
+        "presence_penalty": ("1", True), "stream_options": ({"include_usage": 1},), "user": (1,), "stop": ([1],),
+        "logit_bias": ({"1_0": 1}, {"\u0661": 1}, {" 1": 1}, {"1": "2"}, {"1": True}, {"-1": 1}, {"01": 1}, [1], {
+            "1" * 5000: 1}),
+    }.items() for value in values),
     ({f"field{number}": 1 for number in range(100)}, "102 fields; it may have 64"),
 ])
 def test_limits_of_fields(site: Site, wants: dict, words: str) -> None:
@@ -272,6 +344,27 @@ def test_halves_of_surrogates(site: Site) -> None:
     for stream in (False, True):
         answer = site.ask(prompt="a", stream=stream)
         assert answer.status_code == 200 and half in answer.text
+
+
+def test_errors_do_not_send_back_what_they_are_about(site: Site) -> None:
+    text = "x" * 100_000
+    for wants in ({"model": text}, {text: 1}, {"stop": [text]}, {"logit_bias": {text: 1}}, {"user": {text: text}},
+                  {"metadata": text}, {"service_tier": [text]}):
+        answer = site.ask(**{"prompt": "a", **wants})
+        assert answer.status_code in (400, 404) and len(answer.content) < 2000, wants.keys()
+    for answer in (site.ask(messages=[{"role": "user", "content": [{"type": text}]}]), site.get(f"/{text}"),
+                   site.ask(messages=[{"role": "user", "content": "a"}], chat_template_kwargs={"messages": text}),
+                   site.get(f"/v1/models/{text}")):
+        assert answer.status_code in (400, 404) and len(answer.content) < 2000
+
+
+def test_metrics_of_an_engine_that_is_lost(site: Site) -> None:
+    site.engine.status = Status(running=4, waiting=2, forwards=7)
+    for lost, numbers in ((None, (1, 4, 2, 7)), ("gone", (0, 0, 0, 7))):
+        site.engine.lost = lost
+        lines = site.get("/metrics").text.splitlines()
+        assert all(f"sluice_{name} {number}.0" in lines for name, number in zip(
+            ("engine_up", "running", "waiting", "forwards_total"), numbers))
 
 
 def test_an_engine_that_is_lost_is_counted(site: Site) -> None:

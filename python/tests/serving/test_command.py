@@ -23,7 +23,7 @@ from sluice.__main__ import main
 from sluice.errors import Error, InvalidArgument
 from sluice.serving import model as serving_model
 from sluice.serving.arguments import CannotLoad, add_engine, in_arguments, option, settings_of, size
-from sluice.serving.command import api_key, listen, name_of
+from sluice.serving.command import api_keys, listen, name_of
 from sluice.serving.load import load_model
 from sluice.serving.talk import Progress, conversation
 from small import DEVICE, KV, Breaks, bare_model, expected, text_of, tokenizer
@@ -179,13 +179,18 @@ def test_the_oldest_turns_are_left_out(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_keys_and_addresses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def warning(host: str, key: str | None = None) -> str:
-        api_key(SimpleNamespace(host=host, api_key=key))
+        api_keys(SimpleNamespace(host=host, api_key=key and [key]))
         return capsys.readouterr().err
 
     monkeypatch.delenv("SLUICE_API_KEY", raising=False)
     assert not any(warning(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))
     assert all("sets a key" in warning(host) for host in ("0.0.0.0", "::", "", "example.org"))
     assert not warning("0.0.0.0", "secret")
+    monkeypatch.setenv("SLUICE_API_KEY", " one  two ")
+    assert api_keys(SimpleNamespace(host="::", api_key=None)) == ("one", "two")
+    for key in ("", " ", "a\nb", "gehe\u00efm"):
+        with pytest.raises(InvalidArgument, match="--api-key is empty, or has what no header may have"):
+            api_keys(SimpleNamespace(host="::1", api_key=["one", key]))
 
 
 def test_an_address_that_is_taken() -> None:

@@ -156,7 +156,7 @@ def test_a_body_that_is_long_and_steady_is_read(start: Callable[..., Front]) -> 
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize(("options", "status", "code"), [
-    ({"api_key": "secret"}, 401, "invalid_api_key"), ({"max_body": 1000}, 413, "body_too_long")])
+    ({"api_keys": ("secret",)}, 401, "invalid_api_key"), ({"max_body": 1000}, 413, "body_too_long")])
 def test_a_refusal_reaches_a_client_that_sends_all_first(start: Callable[..., Front], options: dict[str, Any],
                                                          status: int, code: str, chunked: bool) -> None:
     front = start(deadlines=Deadlines(), **options)
@@ -246,7 +246,7 @@ def test_silent_connections_make_room(start: Callable[..., Front]) -> None:
 
 def test_heads_and_targets(start: Callable[..., Front], caplog: pytest.LogCaptureFixture) -> None:
     """As RFC 9110 and 9112 have them; and nothing that a client without the key may send is logged."""
-    front = start(api_key="secret")
+    front = start(api_keys=("secret",))
     upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: eA==")
     for sent, status in ((head("HEAD"), 200), (head("HEAD", "/metrics"), 200), (head("GET", "http://x/health"), 200),
                          (head("GET", "HTTPS://x:80/health?a=b"), 200), (head("GET", "http://x/v1/models"), 401),

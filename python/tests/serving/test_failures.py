@@ -44,6 +44,8 @@ def test_an_engine_that_is_silent_for_a_while_and_then_dies(start: Callable[...,
     with pytest.raises(openai.APIError, match="the engine's process has ended with exit code -9"):
         list(under_way)
     wait_until(lambda: server.get("/health").status_code == 503)
+    assert [server.metric(f"sluice_{name}") for name in ("engine_up", "running", "waiting")] == [0, 0, 0]
+    assert server.said[-1].startswith("sluice: the engine's process has ended with exit code -9; requests are answered")
     for stream in (False, True):
         with pytest.raises(openai.InternalServerError, match="ended") as refused:
             client.completions.create(prompt="a", max_tokens=2, stream=stream, **GREEDY)
@@ -98,6 +100,16 @@ def test_what_is_refused_before_anything_is_loaded(folder: Path, capsys: pytest.
     except SystemExit as ended:  # Of argparse.
         assert ended.code == status
     assert words in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_is_refused_at_once(folder: Path, tmp_path: Path,
+                                                        capsys: pytest.CaptureFixture[str],
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare, ignore=lambda *_: ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+    monkeypatch.setattr(EngineProcess, "start", lambda _: pytest.fail("a process was started"))
+    monkeypatch.setattr("sys.argv", ["sluice", "serve", "--model", str(bare), "--port", "0", "--device", "cpu"])
+    assert main() == 2 and "its files, such as tokenizer.json, must be beside the model" in capsys.readouterr().err
 
 
 def test_models_that_transformers_does_not_take(folder: Path, tmp_path: Path) -> None:

@@ -134,6 +134,26 @@ def test_tables_of_rotary_positions_are_no_weights(with_weights: Callable[..., P
     assert load_model(str(path), "auto").config.vocab_size > 0
 
 
+@pytest.mark.parametrize("text", [
+    '{"temperature": "hot"}', '{"temperature": -1}', '{"top_p": 0}', '{"top_p": 7}', '{"top_k": 1.5}',
+    '{"temperature": true}', '{"temperature": 1e999}', '{"temperature": NaN}', '{"repetition_penalty": 0}',
+    '{"top_k": [1]}', '{"top_k": -7}', '{"eos_token_id": "end"}', '{"eos_token_id": [1, "a"]}', '{"eos_token_id": -1}',
+    '{"eos_token_id": 1.5}', "{", "[]", '"text"', "\0", '{"temperature": {"a": 1}}'])
+def test_a_generation_config_that_would_fail_every_request(changed: Callable[..., Path], text: str) -> None:
+    """The server does not start."""
+    path = changed("config.json")
+    (path / "generation_config.json").write_text(text)
+    with pytest.raises(CannotLoad, match="generation_config.json|the model"):
+        load_model(str(path), "auto")
+
+
+def test_a_generation_config_that_is_fine(changed: Callable[..., Path], here: Callable[..., Done]) -> None:
+    path = changed("config.json")
+    (path / "generation_config.json").write_text('{"top_k": -1, "temperature": 0.0, "eos_token_id": [0, 290]}')
+    done = here("run", "--prompt", "the cat", "--model", str(path))
+    assert (done.returncode, done.stdout) == (0, answer_to("the cat") + "\n")
+
+
 def test_all_that_loads_says_whether_code_may_run() -> None:
     """What is left out asks on standard input."""
     calls = [(path.name, call) for path in Path(sluice.__file__).parent.rglob("*.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -58,6 +59,10 @@ def test_prompts_that_are_known_are_not_read_again(make_loop: Callable[..., Loop
     assert [each.tokens(request.number) for each, request in zip(told, requests)] == \
         [each.tokens(request.number) for each, request in zip(wants, requests)]
     assert [each.last(request.number).cached for each, request in zip(told, requests)] == [0, 64, 32]
+    salted = [dataclasses.replace(requests[0], number=10 + at, salt=salt) for at, salt in enumerate((7, 1 << 63, 7))]
+    apart = [run(loop, [request]) for request in salted]
+    assert [each.last(request.number).cached for each, request in zip(apart, salted)] == [0, 0, 64]
+    assert [each.tokens(request.number) for each, request in zip(apart, salted)] == 3 * [wants[0].tokens(1)]
     assert {each.last(request.number).cached for each, request in zip(wants, requests)} == {0}
     # What was decoded is known, too: the next turn of a conversation.
     again = [*prompt, *told[0].tokens(1), *prompt_ids(5, 8)]
