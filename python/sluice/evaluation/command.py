@@ -13,7 +13,7 @@ from sluice.errors import InvalidArgument, Unsupported
 from sluice.evaluation.failures import Failures
 from sluice.evaluation.inputs import BYTES, Bytes, Task, Tokenizer, Vocabulary, Window, read_tasks, read_windows
 from sluice.evaluation.policies import split_policies
-from sluice.serving.arguments import add_model, check_folder, check_options, device_of, number, options_of
+from sluice.serving.arguments import add_model, check_adapter, check_folder, check_options, device_of, number, options_of
 from sluice.serving.ranks import Launch
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     for policy in policies:
         check_options(options, policy)
     check_folder(arguments.model)
+    check_adapter(arguments.adapter)
 
     from sluice.evaluation import report
 
@@ -113,7 +114,7 @@ def _load(arguments: argparse.Namespace, config: Any, options: dict[str, Any]) -
 
     # The library's sdpa, which most models begin with, leaves a soft-cap out.
     attention = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
-    model = load_model(arguments.model, arguments.dtype, arguments.trust_remote_code, **attention)
+    model = load_model(arguments.model, arguments.dtype, arguments.trust_remote_code, arguments.adapter, **attention)
     model = model.to(device_of(arguments)).eval()
     if arguments.near_bytes is not None:
         options = {**options, "near_bytes": arguments.near_bytes}
