@@ -51,8 +51,8 @@ class Guide:
 
     @property
     def done(self) -> bool:
-        """Whether nothing can follow."""
-        return self.error is not None or self._matcher.is_stopped()
+        """Whether the answer is complete, and nothing can follow."""
+        return self.error is None and self._matcher.is_stopped()
 
     def take(self, token: int) -> None:
         """The answer's next token."""

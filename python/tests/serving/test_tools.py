@@ -121,7 +121,7 @@ def test_a_request_with_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     # What comes back is rendered with objects for arguments.
     more = [*messages, {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": call["id"], "content": "high at noon"}]
-    assert site.ask(messages=more, tools=TOOLS).status_code == 200
+    assert site.ask(messages=more, tools=TOOLS[1:]).status_code == 200
     assert '"arguments": {"place": "Brest"}' in tokenizer().decode(site.engine.asked[-1][0][0])
     assert site.ask(messages=messages, tools=TOOLS, tool_choice="none").json()["choices"][0]["finish_reason"] == "stop"
     for wants in ({"tools": [{}]}, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
