@@ -31,6 +31,11 @@ _PROMPTS = {str: TypeAdapter(_Texts), int: TypeAdapter(_Tokens),
             list: TypeAdapter(Annotated[list[_Tokens], FailFast()])}
 
 
+def written(text: str) -> str:
+    """A part of an error, which must be text: a surrogate without its other half is the escape that it came as."""
+    return clipped(text).encode(errors="backslashreplace").decode()
+
+
 def clipped(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST // 2]} ... {text[-_LONGEST // 2:]}"
 
@@ -43,7 +48,7 @@ def _few(biases: Any) -> Any:
         return biases
     strange = next((key for key in biases if not _NUMBER.fullmatch(key)), None)
     if strange is not None:
-        raise PydanticCustomError("logit_bias", '"{key}" is no token', {"key": clipped(strange)})
+        raise PydanticCustomError("logit_bias", '"{key}" is no token', {"key": written(strange)})
     return {int(key): bias for key, bias in biases.items()}
 
 
