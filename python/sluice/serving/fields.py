@@ -10,6 +10,11 @@ _LONGEST = 500  # Characters of an error: what was sent is no more than named.
 _MOST_FIELDS = 64
 
 
+def written(text: str) -> str:
+    """A part of an error, which must be text: a surrogate without its other half is the escape that it came as."""
+    return clipped(text).encode(errors="backslashreplace").decode()
+
+
 def clipped(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST // 2]} ... {text[-_LONGEST // 2:]}"
 
@@ -19,9 +24,9 @@ class Refused(Exception):
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None,
                  param: str | None = None, headers: dict[str, str] | None = None) -> None:
-        super().__init__(message := clipped(message))
+        super().__init__(message := written(message))
         self.status, self.headers = status, headers
-        self.body = {"error": {"message": message, "type": kind, "param": param and clipped(param), "code": code}}
+        self.body = {"error": {"message": message, "type": kind, "param": param and written(param), "code": code}}
 
 
 class Nullable(BaseModel):
