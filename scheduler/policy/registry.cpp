@@ -25,7 +25,7 @@ const std::vector<PolicyPreset>& policy_presets() {
       {adamas_spec(), "tokens ranked by 2 bits of each channel of their Hadamard transforms (Adamas)"},
       {infinigen_spec(), "tokens ranked before the layer begins, by a few skewed channels (InfiniGen)"},
       {lfps_spec(), "candidates from attention history (LFPS)"},
-      {sluice_spec(), "the best tokens by 4-bit copies of all keys: the default"},
+      {sluice_spec(), "tokens drawn by 4-bit copies of all keys, divided by their chance: the default"},
   };
   return presets;
 }

@@ -31,7 +31,7 @@ TEST_CASE("presets are valid, parse to themselves and have distinct words", "[po
       {"adamas", "exact | hadamard | top_k=128 | near=0%,sinks=4,recent=0 | dense=2"},
       {"infinigen", "exact | skewed=20% | rehearsed | within=4,most=max(1, 20%) | near=0%,sinks=0,recent=1 | dense=2"},
       {"lfps", "history | top_k=max(64, 2%) | near=0%,sinks=4,recent=0 | bypass=sink:0.85"},
-      {"sluice", "exact | int4 | top_k=max(64, 0.25%) | rest=mean | near=0%,sinks=4,recent=128 | page=32"},
+      {"sluice", "exact | int4 | sample=256 | near=0%,sinks=4,recent=128 | page=32"},
   };
   REQUIRE(policy_presets().size() == expected.size());
   for (std::size_t i = 0; i < expected.size(); ++i) {
@@ -80,8 +80,8 @@ TEST_CASE("a composition's words parse back to it", "[policy_text]") {
       "pages:box | progressive=98%,microbatch=7,rule=certified | page=32",
       "lfps:alpha=0.3 | bypass=off | near=20%,sinks=1,recent=2",
       "sluice | far=max(4096, 1%)",
-      "sluice | rest=mean",
-      "sluice | rest=none",
+      "exact | int4 | top_k=64 | rest=mean",
+      "exact | int4 | top_k=64 | rest=none",
       "exact | int4 | top_p=0.9 | rest=mean | far=1% | near=0%",
       "topk:far=2%,budget=7",
       "psa | far=5000",

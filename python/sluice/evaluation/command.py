@@ -15,7 +15,7 @@ from sluice.evaluation.failures import Failures
 from sluice.evaluation.inputs import BYTES, Bytes, Task, Tokenizer, Vocabulary, Window, read_tasks, read_windows
 from sluice.evaluation.policies import split_policies, with_floor
 from sluice.evaluation.sources import CODE, PROSE, text_of
-from sluice.serving.arguments import add_model, check_folder, check_options, device_of, number, options_of
+from sluice.serving.arguments import add_model, check_adapter, check_folder, check_options, device_of, number, options_of
 from sluice.options import DENSE_AUTO
 from sluice.serving.ranks import Launch
 
@@ -94,6 +94,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     for policy in policies:
         check_options(options, policy)
     check_folder(arguments.model)
+    check_adapter(arguments.adapter)
 
     from sluice.evaluation import report
 
@@ -146,7 +147,8 @@ def _load(arguments: argparse.Namespace, config: Any, options: dict[str, Any]) -
     from sluice.evaluation.decoding import Setup, own_attention
     from sluice.serving.load import load_model
 
-    model = load_model(arguments.model, arguments.dtype, arguments.trust_remote_code, **own_attention(config))
+    model = load_model(arguments.model, arguments.dtype, arguments.trust_remote_code, arguments.adapter,
+                       **own_attention(config))
     model = model.to(device_of(arguments)).eval()
     if arguments.near_bytes is not None:
         options = {**options, "near_bytes": arguments.near_bytes}
