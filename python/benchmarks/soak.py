@@ -29,7 +29,7 @@ from pathlib import Path
 
 import httpx
 
-FILES, SILENCE_S, PATIENCE_S = 256, 6, 300.0
+FILES, PATIENCE_S = 256, 300.0
 KEY = "secret"
 PROMPTS = ["the cat", "a dog ran", "on the mat and the dog", "x" * 200]
 
@@ -39,7 +39,7 @@ class Server:
 
     def __init__(self, wants: argparse.Namespace) -> None:
         words = [sys.executable, "-m", "sluice", "serve", "--model", str(wants.model), "--name", "soak", "--port", "0",
-                 "--api-key", KEY, "--silence", str(SILENCE_S), *wants.serve]
+                 "--api-key", KEY, "--silence", str(wants.silence), *wants.serve]
         self.process = subprocess.Popen(["bash", "-c", f'ulimit -n {FILES}; exec "$@"', "bash", *words],
                                         stderr=subprocess.PIPE, text=True)
         self.said: list[str] = []
@@ -191,10 +191,10 @@ def stop_engine(clients: Clients) -> None:
     until(lambda: clients.server.health() == 200)
 
 
-def stop_server(clients: Clients) -> None:
+def stop_server(clients: Clients, wants: argparse.Namespace) -> None:
     os.kill(clients.server.process.pid, signal.SIGSTOP)
     try:
-        time.sleep(SILENCE_S + 2)
+        time.sleep(wants.silence + 2)
         if clients.server.health(1):
             raise SystemExit("a server that is stopped has answered")
     finally:
@@ -236,6 +236,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--model", type=Path, required=True)
     made.add_argument("--seconds", type=float, default=600)
+    made.add_argument("--silence", type=float, default=6, help="seconds, of the server; more on a busy machine")
     made.add_argument("--run", type=str.split, default=[], help="arguments of run, such as --host-bytes")
     made.add_argument("serve", nargs="*", help="behind --: arguments of serve")
     return made
@@ -243,9 +244,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     wants = parser().parse_args()
-    began, told = time.monotonic(), Counter()
-    clients = Clients(Server(wants))
-    events = [(stop_engine, ()), (stop_server, ()), (kill_engine, (wants,))]
+    clients, told = Clients(Server(wants)), Counter()
+    began = time.monotonic()
+    events = [(stop_engine, ()), (stop_server, (wants,)), (kill_engine, (wants,))]
     try:
         while time.monotonic() - began < wants.seconds:
             for call, arguments in events:

@@ -66,26 +66,26 @@ def _add_routes(app: FastAPI, answering: Answering, ready: Ready, front: Front) 
     async def chat_completions(wants: ChatRequest, request: Request) -> Response:
         return await answering.chat(wants, request)
 
-    @routes.head("/models", include_in_schema=False)
     @routes.get("/models")
+    @routes.head("/models", include_in_schema=False)
     async def models() -> Response:
         return Answer({"object": "list", "data": [told]})
 
-    @routes.head("/models/{model:path}", include_in_schema=False)
     @routes.get("/models/{model:path}")
+    @routes.head("/models/{model:path}", include_in_schema=False)
     async def model_of(model: str) -> Response:
         answering.check_model(model)
         return Answer(told)
 
-    @app.head("/health", include_in_schema=False)
     @app.get("/health")
+    @app.head("/health", include_in_schema=False)
     async def health() -> Response:
         if engine.lost is not None:
             raise EngineLost(engine.lost)
         return JSONResponse({"status": "ok"})
 
-    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics")
+    @app.head("/metrics", include_in_schema=False)
     async def metrics() -> Response:
         return PlainTextResponse(answering.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from sluice.errors import InvalidArgument
 from sluice.serving.chat_parts import NamedTool, ResponseFormat, ToolOf, texts_of
-from sluice.serving.fields import Nullable, Refused, clipped
+from sluice.serving.fields import Nullable, Refused, written
 from sluice.serving.requests import MOST_LOGPROBS, Sampling
 
 MOST_CHOICES = 128
@@ -46,7 +46,7 @@ def _few(biases: Any) -> Any:
         return biases
     strange = next((key for key in biases if not _NUMBER.fullmatch(key)), None)
     if strange is not None:
-        raise PydanticCustomError("logit_bias", '"{key}" is no token', {"key": ascii(clipped(strange))[1:-1]})
+        raise PydanticCustomError("logit_bias", '"{key}" is no token', {"key": written(strange)})
     return {int(key): bias for key, bias in biases.items()}
 
 

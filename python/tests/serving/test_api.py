@@ -385,6 +385,8 @@ def test_halves_of_surrogates(site: Site) -> None:
     chat = '{"model": "tiny", "messages": [{"role": "user", "content": %s}]}'
     assert "surrogate" in error_of(post("chat/completions", chat % f'"{half}"'), 400)["message"]
     error_of(post("chat/completions", chat % f'[{{"type": "{half}"}}]'), 400)
+    wrong = error_of(post("completions", '{"model": "tiny", "prompt": "a", "logit_bias": {"%s": 1}}' % half), 400)
+    assert "is no token" in wrong["message"] and half in wrong["message"]
     site.engine.text = "\ud800"
     for stream in (False, True):
         answer = site.ask(prompt="a", stream=stream)
@@ -397,9 +399,9 @@ def test_errors_do_not_send_back_what_they_are_about(site: Site) -> None:
                   {"metadata": text}, {"service_tier": [text]}):
         answer = site.ask(**{"prompt": "a", **wants})
         assert answer.status_code in (400, 404) and len(answer.content) < 2000, wants.keys()
-    for answer in (site.ask(messages=[{"role": "user", "content": [{"type": text}]}]), site.get(f"/{text}"),
+    for answer in (site.ask(messages=[{"role": "user", "content": [{"type": text}]}]), site.get(f"/{text[:60_000]}"),
                    site.ask(messages=[{"role": "user", "content": "a"}], chat_template_kwargs={"messages": text}),
-                   site.get(f"/v1/models/{text}")):
+                   site.get(f"/v1/models/{text[:60_000]}")):
         assert answer.status_code in (400, 404) and len(answer.content) < 2000
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -155,8 +156,8 @@ def test_a_generation_config_that_is_fine(changed: Callable[..., Path], here: Ca
 
 
 def test_all_that_loads_says_whether_code_may_run() -> None:
-    """What is left out asks on standard input."""
-    calls = [(path.name, call) for path in Path(sluice.__file__).parent.rglob("*.py")
-             for call in path.read_text().split(".from_pretrained(")[1:]]
-    assert len(calls) >= 3
-    assert [name for name, call in calls if "trust_remote_code=" not in call[:400]] == []
+    """What is left out asks on standard input. A GenerationConfig has no code."""
+    calls = [call for path in Path(sluice.__file__).parent.rglob("*.py")
+             for call in re.findall(r"\w+\.from_pretrained\([^#]{,400}", path.read_text())
+             if not call.startswith("GenerationConfig.")]
+    assert len(calls) >= 3 and all("trust_remote_code=" in call for call in calls), calls
