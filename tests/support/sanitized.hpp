@@ -84,7 +84,8 @@ template <class... T, std::size_t... kSizes>
   std::vector<std::tuple<T...>> combinations;
   for (const auto& places : kSanitized || runs_again() ? detail::each_value(sizes) : detail::each_pair(sizes)) {
     std::size_t axis = 0;
-    combinations.push_back(std::tuple<T...>{axes[places[axis++]]...});  // Braces evaluate from left to right.
+    const auto next = [&](const auto& values) { return values[places[axis++]]; };
+    combinations.push_back(std::tuple<T...>{next(axes)...});  // Braces evaluate from left to right.
   }
   return Catch::Generators::from_range(combinations);
 }
