@@ -13,7 +13,8 @@ from sluice.errors import InvalidArgument, Unsupported
 from sluice.evaluation.failures import Failures
 from sluice.evaluation.inputs import BYTES, Bytes, Task, Tokenizer, Vocabulary, Window, read_tasks, read_windows
 from sluice.evaluation.policies import split_policies
-from sluice.serving.arguments import add_model, check_adapter, check_folder, check_options, device_of, number, options_of
+from sluice.serving.arguments import (add_model, check_adapter, check_folder, check_options, device_of, number,
+                                      options_of)
 from sluice.serving.ranks import Launch
 
 if TYPE_CHECKING:
