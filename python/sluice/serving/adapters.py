@@ -16,8 +16,8 @@ def with_adapter(model: transformers.PreTrainedModel, folder: str) -> transforme
     once more; there it stays beside them.
     @throws CannotLoad if it is of another model, or of a kind that is no part of weights; NotInstalled without peft"""
     if importlib.util.find_spec("peft") is None:
-        raise NotInstalled("--adapter: the package peft is not installed: pip install './python[adapters]', in Sluice's "
-                           "sources, has it")
+        raise NotInstalled("--adapter: the package peft is not installed: pip install './python[adapters]', in "
+                           "Sluice's sources, has it")
     import peft
 
     try:

@@ -121,8 +121,8 @@ def test_prompts_that_are_told_and_numbers_of_tokens(shared: Server) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="the package llguidance is not installed")
 def test_answers_that_follow_a_schema(shared: Server) -> None:
-    schema = {"type": "object", "properties": {"cat": {"enum": ["sat", "ran"]}, "mats": {"type": "integer", "minimum": 0,
-                                                                                        "maximum": 99}},
+    mats = {"type": "integer", "minimum": 0, "maximum": 99}
+    schema = {"type": "object", "properties": {"cat": {"enum": ["sat", "ran"]}, "mats": mats},
               "required": ["cat", "mats"], "additionalProperties": False}
     wants = {"model": "tiny", "messages": [{"role": "user", "content": "the cat"}], "max_tokens": 100, "seed": 1,
              "response_format": {"type": "json_schema", "json_schema": {"name": "cats", "schema": schema}}}
