@@ -83,11 +83,16 @@ const Admission& admission_of(const sluice_admission* admission) {
   return admission->admission;
 }
 
+/// Requests that may run at once: a list has no more of them.
+std::size_t most_listed(const Admission& admission) {
+  return std::min(admission.options().sequences, admission.options().decode_rows);
+}
+
 /// Whether a list of whatever runs can be written there; to be asked before anything is done.
 void require_list(const Admission& admission, const void* list, const std::size_t* count, const char* name) {
   require_pointer(list, name);
   require_pointer(count, (std::string(name) + "'s count").c_str());
-  const std::size_t most = std::min(admission.options().sequences, admission.options().decode_rows);
+  const std::size_t most = most_listed(admission);
   require(*count >= most, std::string(name) + " has room for " + std::to_string(*count) + ", and as many as " +
                               std::to_string(most) + " requests may run; give it room for these");
 }
@@ -169,7 +174,7 @@ sluice_status sluice_admission_next(sluice_admission* admission, uint32_t chunk_
   return capi::guarded([&] {
     Admission& of = capi::admission_of(admission);
     capi::require_list(of, items, item_count, "items");
-    capi::require_array(items, *item_count, "sluice_turn_item");
+    capi::require_array(items, std::min(*item_count, capi::most_listed(of)), "sluice_turn_item");
     const std::vector<TurnItem> turn = of.next(chunk_tokens);
     for (std::size_t i = 0; i < turn.size(); ++i)
       capi::write_sized(capi::from(turn[i]), capi::element(items, i), "sluice_turn_item");

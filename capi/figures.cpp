@@ -5,7 +5,7 @@
 namespace sluice::capi {
 namespace {
 
-static_assert(offsetof(sluice_stats, awaited) + sizeof(std::uint64_t) == sizeof(sluice_stats));
+static_assert(offsetof(sluice_stats, wide_bars) + sizeof(std::uint64_t) == sizeof(sluice_stats));
 static_assert(offsetof(sluice_memory, buffers) + sizeof(std::uint64_t) == sizeof(sluice_memory));
 static_assert(offsetof(sluice_sequence_memory, near_pages_shared) + sizeof(std::uint64_t) ==
               sizeof(sluice_sequence_memory));
@@ -34,7 +34,10 @@ sluice_stats from(const EngineStats& stats) noexcept {
           .evicted_blocks = stats.evicted_blocks,
           .missed = stats.missed,
           .stalls = stats.stalls,
-          .awaited = stats.awaited};
+          .awaited = stats.awaited,
+          .drawn_heads = stats.drawn_heads,
+          .error_bars = stats.error_bars,
+          .wide_bars = stats.wide_bars};
 }
 
 sluice_sequence_memory from(const SequenceMemoryUse& use) noexcept {

@@ -20,8 +20,12 @@ Bucket bucket_of(const sluice_bucket* bucket) {
   return out;
 }
 
-std::vector<PlanItem> items_of(const sluice_plan_item* items, std::size_t count) {
+std::vector<PlanItem> items_of(const sluice_plan_item* items, std::size_t count, const Engine& engine) {
   constexpr const char* kName = "sluice_plan_item";
+  // Before one is read: each is of a sequence of its own.
+  const std::uint32_t most = engine.options().sequences;
+  require(count <= most, "item_count is " + std::to_string(count) + ", and sluice_engine_options.sequences " +
+                             std::to_string(most) + "; plan each sequence once");
   require_array(items, count, kName);
   std::vector<PlanItem> out;
   for (std::size_t i = 0; i < count; ++i) {
@@ -46,7 +50,7 @@ sluice_status sluice_engine_plan(sluice_engine* engine, const sluice_plan_item* 
     Engine& of = capi::engine_of(engine);
     capi::require_pointer(forward, "forward");
     *forward =
-        of.plan(capi::items_of(items, item_count), capi::bucket_of(bucket), capi::stream_of(*engine, stream)).forward;
+        of.plan(capi::items_of(items, item_count, of), capi::bucket_of(bucket), capi::stream_of(*engine, stream)).forward;
   });
 }
 

@@ -1,5 +1,8 @@
 #include "capi/options.hpp"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <chrono>
 
 namespace sluice::capi {
@@ -105,8 +108,24 @@ PrefillSpec prefill_of(const sluice_engine_options& options) {
                    .lines = switch_of(options.prefill_lines, "sluice_engine_options.prefill_lines")}};
 }
 
+AttentionShape shape_of(const sluice_engine_options& options) noexcept {
+  return {.layers = options.layers,
+          .q_heads = options.q_heads,
+          .kv_heads = options.kv_heads,
+          .head_dim = options.head_dim};
+}
+
+/// An array is not read before its count is one that can be: behind its end lies memory of others.
+void require_count(const char* field, std::uint32_t count, std::uint64_t most, const char* what) {
+  if (count > most)
+    refuse(field, count, ("at most " + std::to_string(most) + what + ": begin with sluice_engine_options_init").c_str());
+}
+
 std::vector<std::uint32_t> cores_of(const sluice_engine_options& options) {
   if (options.core_count == 0) return {};
+  const long processors = ::sysconf(_SC_NPROCESSORS_CONF);
+  require_count("core_count", options.core_count, static_cast<std::uint64_t>(std::max(processors, 1L)),
+                ", the processors of this machine");
   require_pointer(options.cores, "sluice_engine_options.cores, of which core_count says there are some,");
   return {options.cores, options.cores + options.core_count};
 }
@@ -118,6 +137,9 @@ std::uint32_t slack_of(const sluice_engine_options& options) {
 
 std::vector<std::uint32_t> windows_of(const sluice_engine_options& options) {
   if (options.window_count == 0) return {};
+  sluice::validate(shape_of(options));  // A number of layers can be wrong, too.
+  if (options.window_count != options.layers)
+    refuse("window_count", options.window_count, ("0, or that of layers, " + std::to_string(options.layers)).c_str());
   require_pointer(options.windows, "sluice_engine_options.windows, of which window_count says there are some,");
   return {options.windows, options.windows + options.window_count};
 }
@@ -138,10 +160,7 @@ EngineOptions to_engine(const sluice_engine_options& options) {
   if (options.reserved != 0) refuse("reserved", options.reserved, "0: begin with sluice_engine_options_init");
   const std::uint32_t page = options.page_tokens;
   if (page < 8 || page > 256 || (page & (page - 1)) != 0) refuse("page_tokens", page, "a power of two in [8, 256]");
-  return {.shape = {.layers = options.layers,
-                    .q_heads = options.q_heads,
-                    .kv_heads = options.kv_heads,
-                    .head_dim = options.head_dim},
+  return {.shape = shape_of(options),
           .scale = options.scale,
           .softcap = options.softcap,
           .windows = windows_of(options),

@@ -1,6 +1,5 @@
 #include "capi/tensor.hpp"
 
-#include <array>
 #include <cstddef>
 #include <limits>
 #include <string>
@@ -92,6 +91,11 @@ class Checked {
       require(tensor_->shape[0] == 0, ".data is null; give it the address of its memory");
       return nullptr;
     }
+    const auto base = reinterpret_cast<std::uintptr_t>(tensor_->data);
+    require(tensor_->byte_offset <= kMostBytes && bytes(type) < kMostBytes &&
+                tensor_->byte_offset + bytes(type) <= std::numeric_limits<std::uintptr_t>::max() - base,
+            ".shape and .strides reach further than memory does, from byte_offset " +
+                std::to_string(tensor_->byte_offset) + " on; set them to what lies at .data");
     auto* const first = static_cast<std::byte*>(tensor_->data) + tensor_->byte_offset;
     require(reinterpret_cast<std::uintptr_t>(first) % bytes_of(type) == 0,
             ".data with byte_offset " + std::to_string(tensor_->byte_offset) + " is no multiple of its element of " +
@@ -102,6 +106,22 @@ class Checked {
   [[nodiscard]] std::uint32_t size(std::int32_t i) const { return static_cast<std::uint32_t>(tensor_->shape[i]); }
 
  private:
+  /// No process has as much memory, and no sum or product of what is smaller wraps around.
+  static constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 57;
+
+  /// From the first element to behind the last one; kMostBytes if it is more.
+  [[nodiscard]] std::uint64_t bytes(DType type) const {
+    std::uint64_t last = 0;  // Elements before the last one.
+    for (std::int32_t i = 0; i < tensor_->ndim; ++i) {
+      if (tensor_->shape[i] == 0) return 0;
+      const auto steps = static_cast<std::uint64_t>(tensor_->shape[i]) - 1;
+      const std::uint64_t step = stride(i);
+      if (steps != 0 && step > (kMostBytes - last) / steps) return kMostBytes;
+      last += steps * step;
+    }
+    return last >= kMostBytes / bytes_of(type) ? kMostBytes : (last + 1) * bytes_of(type);
+  }
+
   const sluice_tensor* tensor_ = nullptr;
   std::string name_;
 };

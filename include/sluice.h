@@ -534,6 +534,9 @@ typedef struct sluice_stats {
   uint64_t missed;  ///< choices of query heads for which all scores were read once more
   uint64_t stalls;  ///< plans that waited until a policy had looked at a prompt
   uint64_t awaited;  ///< layers whose choice waited for what histories propose, which is part of waited_ns
+  uint64_t drawn_heads;  ///< choices of query heads that drew what they attend (budget stage sample)
+  uint64_t error_bars;   ///< sum of their relative standard errors, in millionths
+  uint64_t wide_bars;    ///< how many of these were above 10%
 } sluice_stats;
 
 /// Memory of an engine in bytes, all but `policies` and `prefixes` reserved when it is created;

@@ -62,12 +62,17 @@ write_pairs_prompt() {
   printf '%s' "${text}get $asked_key ->"
 }
 
-# Share columns of `sluice run -o csv`, as "tokens near far" in percent of dense attention.
+# Share columns of `sluice run -o csv`, as "tokens near far link bytes" in percent of dense attention; bytes are the sum
+# of the three kinds before.
 shares() {
   awk -F, '
-    function percent(name) { return name in column ? sprintf("%.1f%%", 100 * $column[name]) : "-" }
+    function share(name) { return name in column ? $column[name] : 0 }
+    function percent(value) { return sprintf("%.1f%%", 100 * value) }
     NR == 1 { for (i = 1; i <= NF; i++) column[$i] = i }
-    NR == 2 { print percent("attended_share"), percent("near_bytes_share"), percent("far_bytes_share") }' "$1"
+    NR == 2 {
+      near = share("near_bytes_share"); far = share("far_bytes_share"); link = share("link_bytes_share")
+      print percent(share("attended_share")), percent(near), percent(far), percent(link), percent(near + far + link)
+    }' "$1"
 }
 
 # bar SHARE CHARACTER: the character once for every 2.5 percent, such as 12.5%.
@@ -79,31 +84,35 @@ bar() {
   printf "%${count}s" "" | tr ' ' "$2"
 }
 
-# picture: a line for each policy of what lies in $work/pictured, "policy near far".
+# picture: a line for each policy of what lies in $work/pictured, "policy near far link".
 picture() {
-  local policy near far
-  printf '\n  bytes read, near: #, far: =\n'
-  while read -r policy near far; do
-    printf '  %-10s |%-41s|\n' "$policy" "$(bar "$near" '#')$(bar "$far" =)"
+  local policy near far link
+  printf '\n  bytes read, near: #, far: =, over the link: -\n'
+  while read -r policy near far link; do
+    printf '  %-10s |%-42s|\n' "$policy" "$(bar "$near" '#')$(bar "$far" =)$(bar "$link" -)"
   done <"$work/pictured"
   printf '  %-10s  0%%%38s\n' "" "100% of dense attention"
 }
 
 # ask PROMPT_FILE EXPECTED: one table row per policy; fails if policy `sluice` does not give the expected answer.
 ask() {
-  local prompt=$1 expected=$2 policy answer verdict tokens near far found=1
+  local prompt=$1 expected=$2 policy answer verdict tokens near far link bytes found=1
   : >"$work/pictured"
-  printf '\n  %-10s %-12s %7s %17s %12s %12s\n' policy answer "" "tokens attended" "near bytes" "far bytes"
+  printf '\n  %-10s %-12s %7s %17s %12s %12s %12s %12s\n' policy answer "" "tokens attended" "near bytes" "far bytes" \
+    "link bytes" "all bytes"
   for policy in "${kPolicies[@]}"; do
     "$kSluice" run --model "$kModel" --prompt-file "$prompt" --policy "$policy" --max-tokens $kAnswerTokens \
-      --decode-prompt $kQuestionTokens --seed 0 --timeout $kTimeoutSeconds \
+      --decode-prompt $kQuestionTokens --dense-tokens 0 --seed 0 --timeout $kTimeoutSeconds \
       -o csv --output "$work/shares.csv" >"$work/answer" || return
     answer=$(head -n 1 "$work/answer" | tr -cd '[:print:]')
     answer=${answer# }
-    read -r tokens near far <<<"$(shares "$work/shares.csv")"
+    read -r tokens near far link bytes <<<"$(shares "$work/shares.csv")"
     if [[ "$answer" == "$expected" ]]; then verdict=right; else verdict=wrong; fi
-    printf '  %-10s %-12s %7s %17s %12s %12s\n' "$policy" "$answer" "$verdict" "$tokens" "$near" "$far"
-    printf '%s %s %s\n' "$policy" "$near" "$far" >>"$work/pictured"
+    # `full` attends everything; a policy that does chose nothing.
+    if [[ "$tokens" == 100.0% && "$policy" != full ]]; then tokens="all, no choice"; fi
+    printf '  %-10s %-12s %7s %17s %12s %12s %12s %12s\n' "$policy" "$answer" "$verdict" "$tokens" "$near" "$far" \
+      "$link" "$bytes"
+    printf '%s %s %s %s\n' "$policy" "$near" "$far" "$link" >>"$work/pictured"
     if [[ "$policy" == sluice && "$verdict" == wrong ]]; then found=0; fi
   done
   picture
@@ -127,8 +136,9 @@ printf '\n%s pairs of key and value, %s tokens. "get %s": it is %s.\n' \
   "$(grep -c '^set ' "$work/pairs.txt")" "$(wc -c <"$work/pairs.txt")" "$asked_key" "$asked_value"
 ask "$work/pairs.txt" "$asked_value" || status=1
 
-printf '\nTokens and bytes are shares of what dense attention reads. far: host memory; near: device memory, also of the\n'
-printf '4-bit copies of keys by which the policy sluice chooses. Without a GPU both are memory of this machine.\n'
+printf '\nTokens and bytes are shares of what dense attention reads; each policy chooses, however short the text is. near: device\n'
+printf 'memory, also of the 4-bit copies of keys by which the policy sluice chooses; far: host memory, by the CPU; link: host\n'
+printf 'memory, by the device. Without a GPU all are memory of this machine.\n'
 cat <<TEXT
 
 What to try next, with ${kSluice#"$PWD"/}:

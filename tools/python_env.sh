@@ -12,6 +12,9 @@ Makes directories in ${XDG_CACHE_HOME:-~/.cache}/sluice, which tests/python/CMak
   newest  packages of python/tests/requirements-newest.txt, to be put before those of venv by PYTHONPATH
   build   likewise of python/tests/requirements-build.txt, with which wheels are built
   site    likewise of python/tests/requirements-site.txt, with which tools/site.sh builds the pages of docs/
+  gguf    likewise of python/tests/requirements-gguf.txt, with which tools/models.sh makes
+  models  of which it makes smollm2 here, 93 MB to load; python/tests/real holds claims about accuracy against it
+  extras  likewise of python/tests/requirements-extras.txt, which extras of the package need: grammars, GGUF, adapters
 What already has the pinned versions is left alone, in about a second. What has not is made aside and then renamed, so
 that nothing is ever half made; commands in venv/bin have the wrong path therefore: run modules, as in
 `venv/bin/python -m pytest`. The first time 3 GB are loaded and 6 GB of disk are needed.
@@ -110,7 +113,10 @@ main() {
   packages newest "$base" "$made"
   packages build "$base" "$made"
   packages site "$base" "$made"
-  say "$base/venv/bin/python, $base/newest, $base/build and $base/site are up to date"
+  packages gguf "$base" "$made"
+  packages extras "$base" "$made"
+  tools/models.sh smollm2
+  say "$base/venv/bin/python, $base/newest, $base/build, $base/site, $base/gguf and $base/extras are up to date"
 }
 
 main "$@"

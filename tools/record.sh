@@ -29,7 +29,8 @@ RECORD_SERVE="--random-weights llama-3.1-8b --kv-size 4G ..." (see the script; a
 (here with their defaults; lists of words are parts of their own).
 Other models and prompts: RECORD_SECOND=DIR (a second model, of which near-accuracy-second-* are parts) RECORD_SEED=N (the first
 prompt's, as eval's --seed) RECORD_HELD=DIR RECORD_SINKS=DIR RECORD_HEADS="DIR ..." (models of tools/train, of which harder-*, bypass-*,
-sinks-* and group-* are parts; tools/record/trained.sh says which).
+sinks-* and group-* are parts; tools/record/trained.sh says which). Models that others have trained, of which real-* are parts:
+RECORD_REAL="NAME=DIR ..." RECORD_REAL_TASKS="NAME=FILE ..." (tools/record/real.sh says which).
 END
 }
 
@@ -80,7 +81,7 @@ esac
 }
 
 # Each idea has a file with its parts, IDEA_parts, a name a line, and with what measures one of them, measure_IDEA.
-ideas='tasks prompts answers trained speed decode compare models figures'
+ideas='tasks prompts answers trained speed decode compare models real figures'
 for idea in $ideas; do
   # shellcheck disable=SC1090 # Named above.
   . "$root/tools/record/$idea.sh"

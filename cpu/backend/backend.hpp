@@ -16,6 +16,7 @@ struct Kernels;
 struct EstimateTask {
   const float* q = nullptr;               ///< [group, head_dim]
   const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()]
+  const float* mean = nullptr;            ///< as in ScoreInt4Task
   const std::uint32_t* frames = nullptr;  ///< [pages]
   std::span<const std::uint32_t> tokens;
   float* out = nullptr;                   ///< [tokens, group]

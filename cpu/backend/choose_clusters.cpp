@@ -60,9 +60,13 @@ class HeadChoice {
     for (std::uint32_t token = task_.recent; token < task_.tokens; ++token) tokens.push_back(token);
     for (std::uint32_t i = 0; i < task_.samples.size(); ++i) tokens.push_back(list_[task_.samples.position(i)]);
     scores_.resize(tokens.size());
-    host_.estimate_tokens(
-        {.q = q(), .copies = task_.copies, .frames = task_.frames, .tokens = tokens, .out = scores_.data()}, shape_,
-        layout_);
+    host_.estimate_tokens({.q = q(),
+                           .copies = task_.copies,
+                           .mean = task_.mean,
+                           .frames = task_.frames,
+                           .tokens = tokens,
+                           .out = scores_.data()},
+                          shape_, layout_);
     for (std::size_t i = task_.anyway(); i < tokens.size(); ++i) {
       if (tokens[i] < task_.sinks || tokens[i] >= task_.recent) scores_[i] = -std::numeric_limits<float>::infinity();
     }

@@ -36,9 +36,10 @@ class RowBatch {
     params_[count_++] = copy + layout_.params_offset() + row * Int4Layout::kParamBytes;
   }
   /// Scores the rows for heads [0, group) of `q` and starts again.
-  void flush(const Kernels& kernels, const float* q, float scale, std::uint32_t group, float* out,
+  void flush(const Kernels& kernels, const float* q, const float* mean, float scale, std::uint32_t group, float* out,
              std::uint64_t token_stride, std::uint64_t head_stride) noexcept {
     kernels.score_int4({.q = q,
+                        .mean = mean,
                         .scale = scale,
                         .codes = codes_,
                         .params = params_,
@@ -71,7 +72,7 @@ void score_slice(const Kernels& kernels, const PageSlice& slice, const Attention
   std::uint64_t done = std::uint64_t{slice.begin} * page_tokens;
   std::uint64_t next = done;
   const auto flush = [&] {
-    batch.flush(kernels, q, shape.score_scale(), lists ? 1 : shape.group(), out + done, 1, stride);
+    batch.flush(kernels, q, task.mean, shape.score_scale(), lists ? 1 : shape.group(), out + done, 1, stride);
     done = next;
   };
   const auto skip = [&](std::uint32_t count) {
@@ -138,6 +139,7 @@ void Backend::make_codes(std::span<const CodesTask> tasks, const PageLayout& lay
                                       .scales = scales,
                                       .codes = task.out,
                                       .params = task.out + copy.params_offset(),
+                                      .mean = task.mean,
                                       .rows = task.rows,
                                       .head_dim = copy.head_dim});
                 });
@@ -185,7 +187,7 @@ void Backend::estimate_tokens(const EstimateTask& task, const AttentionShape& sh
       batch.add(task.copies + task.frames[token / copy.page_tokens] * copy.page_bytes(), token % copy.page_tokens);
     }
     const std::size_t count = std::min<std::size_t>(kSliceRows, task.tokens.size() - begin) * group;
-    batch.flush(kernels, task.q, shape.score_scale(), group, task.out + begin * group, group, 1);
+    batch.flush(kernels, task.q, task.mean, shape.score_scale(), group, task.out + begin * group, group, 1);
     for (std::size_t j = begin * group; j < begin * group + count && shape.softcap != 0.f; ++j)
       task.out[j] = shape.capped(task.out[j]);
   };

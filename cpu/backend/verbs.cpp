@@ -1,5 +1,9 @@
 #include "cpu/backend/verbs.hpp"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
 #include "sluice/error.hpp"
 
 namespace sluice::cpu {
@@ -82,6 +86,18 @@ void value_mean(const Kernels& kernels, const PageLayout& layout, const std::byt
   }
   for (std::uint32_t c = 0; c < layout.head_dim; ++c) sum[c] /= static_cast<float>(layout.page_tokens);
   kernels_for(kernels, layout.near().dtype).narrow(sum, out, layout.head_dim);
+}
+
+void key_mean(const Kernels& kernels, const PageLayout& layout, const std::byte* page, float* out) noexcept {
+  const auto finite = [](float x) { return std::abs(x) <= std::numeric_limits<float>::max() ? x : 0.f; };
+  float row[kMaxHeadDim];
+  std::fill_n(out, layout.head_dim, 0.f);
+  for (std::uint32_t i = 0; i < layout.page_tokens; ++i) {
+    read_row(kernels, layout, page + i * layout.row_bytes(), scales_in(layout, page, i), row);
+    for (std::uint32_t c = 0; c < layout.head_dim; ++c) out[c] += finite(row[c]);
+  }
+  const float share = 1.f / static_cast<float>(layout.page_tokens);
+  for (std::uint32_t c = 0; c < layout.head_dim; ++c) out[c] = finite(out[c] * share);
 }
 
 }  // namespace sluice::cpu

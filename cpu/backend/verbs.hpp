@@ -77,6 +77,9 @@ inline void write_row(const Kernels& kernels, const PageLayout& layout, const fl
 /// one division.
 void value_mean(const Kernels& kernels, const PageLayout& layout, const std::byte* page, std::byte* out) noexcept;
 
+/// The mean key of a full page, see Int4Layout: float32 [head_dim].
+void key_mean(const Kernels& kernels, const PageLayout& layout, const std::byte* page, float* out) noexcept;
+
 /// Below this a thread is done (40 us at 12 GB/s) before others have woken up (5 to 10 us) and helped; small
 /// verbs are also called from inside workers, where every thread has work already.
 inline constexpr std::uint64_t kWorthSharing = 512 * KiB;

@@ -28,9 +28,33 @@ void append_tail(const Kernels& kernels, const ForwardMemory& m, const ForwardLa
   }
 }
 
+/// 4-bit copies of rows [first, first + rows) of a block.
+void make_codes(const Kernels& kernels, const ForwardMemory& m, std::uint32_t plane, std::uint32_t block,
+                std::uint32_t first, std::uint32_t rows, const float* mean) {
+  const Int4Layout copy(m.layout);
+  const std::byte* const page = m.far_block(plane, block);
+  std::byte* const codes = m.codes + m.far_page(plane, block) * copy.page_bytes();
+  kernels_for(kernels, m.far_layout.dtype)
+      .make_codes({.k = page + first * m.far_layout.row_bytes(),
+                   .scales = scales_in(m.far_layout, page, first),
+                   .codes = codes + first * copy.row_bytes(),
+                   .params = codes + copy.params_offset() + first * Int4Layout::kParamBytes,
+                   .mean = mean,
+                   .rows = rows,
+                   .head_dim = m.shape.head_dim});
+}
+
+/// The mean key for a token; null: 0. Of layers with windows nobody reads codes.
+const float* key_mean_for(const Kernels& kernels, const ForwardMemory& m, const ForwardToken& token,
+                          std::uint32_t plane) {
+  if (m.window != 0 || token.position < m.layout.page_tokens) return nullptr;
+  if (token.position == m.layout.page_tokens)
+    renew_key_mean(kernels, m, {.list = token.list, .tokens = token.position}, plane);
+  return m.key_mean_of(token.list, plane);
+}
+
 void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t r,
                   std::uint32_t head) {
-  const Int4Layout copy(m.layout);
   const std::uint32_t row = m.row_of(m.tokens[r].list, m.tokens[r].position);
   const std::uint32_t block = row / m.layout.page_tokens;
   const std::uint32_t at = row % m.layout.page_tokens;
@@ -43,17 +67,11 @@ void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardL
   put_row(kernels, m, layer.k, r, head, far, scales, near);
   put_row(kernels, m, layer.v, r, head, far + m.far_layout.half_bytes(), scales == nullptr ? nullptr : scales + 1,
           near == nullptr ? nullptr : near + m.layout.half_bytes());
-  std::byte* const codes = m.codes + m.far_page(plane, block) * copy.page_bytes();
-  const ElementKernels& of = kernels_for(kernels, m.far_layout.dtype);
-  of.make_codes({.k = far,
-                 .scales = scales,
-                 .codes = codes + at * copy.row_bytes(),
-                 .params = codes + copy.params_offset() + at * Int4Layout::kParamBytes,
-                 .rows = 1,
-                 .head_dim = m.shape.head_dim});
+  make_codes(kernels, m, plane, block, at, 1, key_mean_for(kernels, m, m.tokens[r], plane));
   if (at + 1 != m.layout.page_tokens) return;
   if (m.keeps_means) value_mean(kernels, m.far_layout, page, m.value_mean_of(plane, block));
   if (m.digests == nullptr) return;
+  const ElementKernels& of = kernels_for(kernels, m.far_layout.dtype);
   (m.digest == DigestKind::box ? of.digest_box : of.digest_cuboid_mean)({.k = page,
                                                                          .scales = scales_in(m.far_layout, page),
                                                                          .out = m.digest_of(plane, block),
@@ -62,6 +80,15 @@ void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardL
 }
 
 }  // namespace
+
+void renew_key_mean(const Kernels& kernels, const ForwardMemory& m, const ForwardKeyMean& of, std::uint32_t plane) {
+  float* const mean = m.key_mean_of(of.list, plane);
+  std::fill_n(mean, m.shape.head_dim, 0.f);
+  if (of.tokens == 0) return;
+  const std::uint32_t block = m.list_of(of.list)[0];
+  if (of.tokens >= m.layout.page_tokens) key_mean(kernels, m.far_layout, m.far_block(plane, block), mean);
+  make_codes(kernels, m, plane, block, 0, std::min(of.tokens, m.layout.page_tokens), mean);
+}
 
 void fill_out(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer, std::uint32_t at, float value,
               float lse) {

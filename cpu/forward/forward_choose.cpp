@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "cpu/backend/verbs.hpp"
+#include "cpu/forward/forward_draw.hpp"
 #include "cpu/forward/forward_layer.hpp"
 #include "cpu/forward/forward_marks.hpp"
 #include "sluice/forward_tasks.hpp"
@@ -26,7 +27,8 @@ void mark_head(const ForwardMemory& m, const ForwardRow& row, std::uint64_t h, c
   const auto set = [&](std::uint32_t value) { marks.set(token_of(m, row, ranked, value)); };
   const float* const scores = m.scores + h / m.shape.group() * m.shape.group() * m.score_room() +
                               h % m.shape.group() * std::uint64_t{row.tokens};
-  for (std::uint32_t i = 0; i < row.picks; ++i) {
+  const std::uint32_t picks = row.draws.any() ? row.picks - 1 : row.picks;  // See keep_drawn.
+  for (std::uint32_t i = 0; i < picks; ++i) {
     const std::uint32_t value = candidates.begin + m.picks[h * m.max_picks + i];
     if (row.proposed == 0 || order_key(scores[value]) != 0) set(value);
   }
@@ -55,11 +57,16 @@ namespace {
 /// A list's rows, told apart; the far ones, which are counted where a late worker may look, are returned.
 std::uint32_t tell_apart(const ForwardMemory& m, const ForwardRow& row, std::uint32_t plane, std::uint32_t index) {
   const std::uint64_t room = m.list_room();
+  const Drawn drawn(m, row, index);
   std::uint32_t near = 0;
   std::uint32_t far = 0;
   marks_of(m, row, index).for_each([&](std::uint32_t token) {
     const std::uint32_t at = m.row_of(row.list, token);
-    if (const std::uint32_t place = m.near_row_of(plane, at); place != kNone) {
+    const std::uint32_t place = m.near_row_of(plane, at);
+    if (row.draws.any())
+      (place != kNone ? m.near_corrections_of(index)[near] : m.far_corrections_of(index)[far]) =
+          drawn.correction(token);
+    if (place != kNone) {
       if (m.keeps_near(row)) m.near_rows[m.near_row(plane, place)].used = static_cast<std::uint32_t>(m.state->forward);
       m.near_lists[index * room + near++] = m.near_entry(plane, place);
     } else {
@@ -93,6 +100,7 @@ void score(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
     if (row.ranks()) tasks.push_back(estimate_task(m, row, index, m.plane(layer, head)));
   });
   host.score_int4(tasks, m.shape, m.layout, nullptr);
+  for (const ScoreInt4Task& task : tasks) perturb(m.shape, task);
 }
 
 void choose(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
@@ -125,6 +133,7 @@ void choose(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
     }
   });
   host.top_k(counts, nullptr);
+  keep_drawn(m, layer);
   host.top_p(shares, nullptr);
   host.choose_pages(pages, m.shape, m.layout, nullptr);
 }
@@ -135,18 +144,19 @@ void split(const Workers& workers, const ForwardMemory& m, std::uint32_t layer) 
   std::fill_n(m.near_counts, lists, 0);
   std::fill_n(m.far_windows, lists, 0);
   const auto put_far_count = [](const ForwardMemory& of, std::uint32_t index, std::uint32_t count,
-                                std::uint32_t fetched) {
+                                std::uint32_t fetched, bool drawn) {
     of.far_listed[index] = count;
     if (of.fetches()) of.fetch_heads[index] = fetched != 0 ? ~0u : 0;
-    shared(of.far_counts[index]).store(count - fetched, std::memory_order_relaxed);  // A late worker may look.
+    const std::uint32_t in_place = (count - fetched) | (drawn ? kDrawnBit : 0);
+    shared(of.far_counts[index]).store(in_place, std::memory_order_relaxed);  // A late worker may look.
   };
-  for (std::uint32_t i = 0; i < lists; ++i) put_far_count(m, i, 0, 0);
+  for (std::uint32_t i = 0; i < lists; ++i) put_far_count(m, i, 0, 0, false);
   for_each_plane(
       workers, m, layer,
       [put_far_count](const ForwardMemory& of, const ForwardRow& row, std::uint32_t plane, std::uint32_t index) {
         const std::uint32_t far = tell_apart(of, row, plane, index);
         // Who chooses for a row adds to what it has.
-        put_far_count(of, index, far, row.asks == 0 ? of.fetched_of(far) : 0);
+        put_far_count(of, index, far, row.asks == 0 ? of.fetched_of(far) : 0, row.draws.any());
       });
   std::uint64_t in_place = 0;
   std::uint32_t choices = 0;

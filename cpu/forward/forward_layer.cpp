@@ -57,7 +57,7 @@ float merge_head(const ForwardMemory& m, std::uint64_t h, const ForwardRow& row,
 }
 
 /// What a KV head of a row attends, of keys in the layout of near ones, into its near part.
-void attend_rows(const Kernels& kernels, const ForwardMemory& m, std::uint32_t index,
+void attend_rows(const Kernels& kernels, const ForwardMemory& m, const ForwardRow& row, std::uint32_t index,
                  const std::vector<const std::byte*>& keys) {
   const std::uint64_t first = first_head(m, index);
   kernels_for(kernels, m.layout.dtype)
@@ -66,6 +66,7 @@ void attend_rows(const Kernels& kernels, const ForwardMemory& m, std::uint32_t i
                .softcap = m.shape.softcap,
                .k = keys.data(),
                .v_offset = m.layout.half_bytes(),
+               .corrections = row.draws.any() ? m.near_corrections_of(index) : nullptr,
                .count = static_cast<std::uint32_t>(keys.size()),
                .group = m.shape.group(),
                .head_dim = m.shape.head_dim,
@@ -131,7 +132,7 @@ void attend(const Workers& workers, const Kernels& kernels, const ForwardMemory&
         rows.clear();
         for (std::uint32_t i = 0; i < of.near_counts[index]; ++i)
           rows.push_back(of.near + std::uint64_t{of.near_lists[index * of.list_room() + i]} * of.layout.row_bytes());
-        attend_rows(kernels, of, index, rows);
+        attend_rows(kernels, of, row, index, rows);
         if (row.drafts != 0) attend_edge(kernels, of, row, plane, index);
       });
   weigh_rests(workers, kernels, m, layer);
@@ -182,6 +183,7 @@ void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) 
                  .v_offset = m.far_layout.half_bytes(),
                  .scales = scales.data(),
                  .members = chosen.members != 0 ? entries + chosen.count : nullptr,
+                 .corrections = row.draws.any() ? m.far_corrections_of(index) + far - m.fetched_of(far) : nullptr,
                  .count = chosen.count,
                  .group = m.shape.group(),
                  .head_dim = m.shape.head_dim,
@@ -189,6 +191,19 @@ void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) 
                  .lse = m.fetched_lse + first});
   });
 }
+
+namespace {
+
+/// A query head's error bar, see EngineStats.
+void count_error(const ForwardMemory& m, const ForwardRow& row, std::uint64_t h, float lse) {
+  const float bar = std::sqrt(static_cast<float>(row.picks - 1)) * std::exp(m.thresholds[h].largest_left - lse);
+  const auto millionths = static_cast<std::uint64_t>(1e6f * (bar < ErrorBar::kMost ? bar : ErrorBar::kMost));
+  ++m.state->drawn_heads;
+  m.state->error_bars += millionths;
+  m.state->wide_bars += millionths > ErrorBar::kWide ? 1 : 0;
+}
+
+}  // namespace
 
 void merge(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& layer) {
   // Its rows are as they were planned; what is late may have been found out before.
@@ -205,6 +220,7 @@ void merge(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& l
       const auto [draft, head] = m.asker(h);
       if (draft >= packed) continue;
       const float lse = merge_head(m, std::uint64_t{r} * m.shape.q_heads + h, here, sum);
+      if (here.draws.any()) count_error(m, here, std::uint64_t{r} * m.shape.q_heads + h, lse);
       kernels_for(kernels, layer.out.dtype).narrow(sum, layer.out.row(row.at + draft, head), m.shape.head_dim);
       if (layer.lse != nullptr) layer.lse[std::uint64_t{row.at + draft} * layer.out.heads + head] = lse;
     }

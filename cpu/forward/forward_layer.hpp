@@ -55,6 +55,9 @@ void for_each_plane(const Workers& workers, const ForwardMemory& memory, std::ui
                 });
 }
 
+/// Makes a sequence's mean key of a plane from its first `tokens` tokens, and the codes of its first page with it.
+void renew_key_mean(const Kernels& kernels, const ForwardMemory& m, const ForwardKeyMean& of, std::uint32_t plane);
+
 /// First of the group's query heads, over all rows that choose.
 [[nodiscard]] inline std::uint64_t first_head(const ForwardMemory& m, std::uint32_t index) noexcept {
   return std::uint64_t{index} * m.shape.group();

@@ -50,6 +50,9 @@ void apply(const Kernels& kernels, const ForwardMemory& m) {
                 m.lists + std::uint64_t{change.list} * m.max_pages + change.page);
   }
   for (const ForwardBlockCopy& copy : std::span(m.slip_copies, slip.block_copies)) copy_codes(m, copy);
+  for (const ForwardKeyMean& of : std::span(m.slip_key_means, slip.key_means)) {
+    for (std::uint32_t plane = 0; plane < m.planes(); ++plane) renew_key_mean(kernels, m, of, plane);
+  }
   acquire_rows(kernels, m);
   state.after = slip.after;
 }
@@ -90,6 +93,9 @@ void end(const ForwardMemory& m) {
   shared(outcome.near_tokens).store(state.near_tokens, std::memory_order_relaxed);
   shared(outcome.far_tokens).store(state.far_tokens, std::memory_order_relaxed);
   shared(outcome.fetched_tokens).store(state.fetched_tokens, std::memory_order_relaxed);
+  shared(outcome.drawn_heads).store(state.drawn_heads, std::memory_order_relaxed);
+  shared(outcome.error_bars).store(state.error_bars, std::memory_order_relaxed);
+  shared(outcome.wide_bars).store(state.wide_bars, std::memory_order_relaxed);
   shared(outcome.waited_ns).store(state.waited_ns, std::memory_order_relaxed);
   shared(outcome.awaited).store(state.awaited, std::memory_order_relaxed);
   shared(outcome.promoted).store(state.promoted, std::memory_order_relaxed);

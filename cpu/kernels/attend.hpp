@@ -98,6 +98,15 @@ inline Vec given_scores(const AttendRows& args, const Tile& tile, std::uint32_t 
   return Simd::load(lanes);
 }
 
+/// What is added to the scores of a tile, of rows that are there.
+template <class H>
+inline Vec correction_lanes(const AttendRows& args, const Tile& tile, std::uint32_t r) noexcept {
+  float rows[H::kRows];
+  for (std::uint32_t i = 0; i < H::kRows; ++i)
+    rows[i] = r + i < tile.rows ? args.corrections[tile.first + r + i] : 0.f;
+  return scale_lanes<H::kHeads>(rows);
+}
+
 template <DType kType, class H>
 inline void score_tile(const AttendRows& args, const Tile& tile, const TileScales<kScaled<kType>>& scales,
                        const Extent& extent, std::uint32_t head, AttendState& state) noexcept {
@@ -111,6 +120,7 @@ inline void score_tile(const AttendRows& args, const Tile& tile, const TileScale
       if (args.scores == nullptr) scores = Simd::mul(scores, scale_lanes<H::kHeads>(scales.k + r));
     }
     if (args.softcap != 0.f && args.scores == nullptr) scores = soft_cap(scores, args.softcap);
+    if (args.corrections != nullptr) scores = Simd::add(scores, correction_lanes<H>(args, tile, r));
     if (args.members != nullptr || r + H::kRows > tile.rows) {
       scores = Simd::keep(lane_bits<H>(args, tile, r, head), scores, Simd::set(-kInfinity));
     }

@@ -8,6 +8,35 @@ namespace {
 
 constexpr std::uint32_t kCodesPerWord = 8;
 
+/// What was stored is read again from here on: else the compiler may make one operation of a product and a sum, which
+/// rounds once.
+inline void settle() noexcept { __asm__ __volatile__("" ::: "memory"); }
+
+/// The Hadamard rotation of a head in place, see Int4Layout; the same operations in the same order on every backend.
+inline void rotate(float* x, std::uint32_t head_dim) noexcept {
+  const std::uint32_t block = rotation_block(head_dim);
+  for (std::uint32_t apart = 1; apart < block; apart *= 2) {
+    for (std::uint32_t first = 0; first < head_dim; first += 2 * apart) {
+      for (std::uint32_t c = first; c < first + apart; ++c) {
+        const float a = x[c];
+        const float b = x[c + apart];
+        x[c] = a + b;
+        x[c + apart] = a - b;
+      }
+    }
+  }
+  const float scale = rotation_scale(block);
+  for (std::uint32_t c = 0; c < head_dim; ++c) x[c] *= scale;
+}
+
+/// scale * q.m, which all tokens' estimates have.
+inline float mean_score(const float* q, const float* mean, std::uint32_t head_dim, float scale) noexcept {
+  double sum = 0.0;
+  for (std::uint32_t c = 0; c < head_dim && mean != nullptr; ++c)
+    sum += static_cast<double>(q[c]) * static_cast<double>(mean[c]);
+  return static_cast<float>(sum * static_cast<double>(scale));
+}
+
 /// Scale and zero of one row, as f16 holds them; NaN if the row has one.
 struct Int4Params {
   float scale, zero;
@@ -90,29 +119,37 @@ void make_codes(const CodesRows& args) noexcept {
       const Vec keys = Simd::load_as<kType>(k + c * kElementBytes<kType>);
       Simd::store(row + c, unfold<kType>(keys, args.scales, std::size_t{2} * r));
     }
+    settle();
+    for (std::uint32_t c = 0; c < args.head_dim && args.mean != nullptr; ++c) row[c] -= args.mean[c];
+    rotate(row, args.head_dim);
+    settle();
     const Int4Params params = store_params(int4_params(row, args.head_dim), args.params + r * Int4Layout::kParamBytes);
     store_codes(row, args.head_dim, params, args.codes + std::size_t{r} * (args.head_dim / 2));
   }
 }
 
-/// Queries in the order in which vectors of codes come: [group][vectors of words][code of a word][kWidth], padded with
-/// 0 where the last vector of words is not full. And the sums over the channels.
+/// Rotated queries in the order in which vectors of codes come: [group][vectors of words][code of a word][kWidth],
+/// padded with 0 where the last vector of words is not full. And the sums over the channels, and mean_score.
 struct Int4Queries {
   alignas(64) float packed[kMaxGroup * kMaxHeadDim];
-  float sums[kMaxGroup];
+  float sums[kMaxGroup], shifts[kMaxGroup];
   std::uint32_t words, vectors, stride;
 
-  Int4Queries(const float* q, std::uint32_t group, std::uint32_t head_dim, float scale) noexcept
+  Int4Queries(const float* q, const float* mean, std::uint32_t group, std::uint32_t head_dim, float scale) noexcept
       : words(head_dim / kCodesPerWord),
         vectors((words + kWidth - 1) / kWidth),
         stride(vectors * kWidth * kCodesPerWord) {
     for (std::uint32_t h = 0; h < group; ++h) {
       float* const to = packed + h * stride;
       for (std::uint32_t i = 0; i < stride; ++i) to[i] = 0.f;
+      float rotated[kMaxHeadDim];
+      __builtin_memcpy(rotated, q + std::size_t{h} * head_dim, head_dim * sizeof(float));
+      rotate(rotated, head_dim);
+      shifts[h] = mean_score(q + std::size_t{h} * head_dim, mean, head_dim, scale);
       double sum = 0.0;
       for (std::uint32_t n = 0; n < kCodesPerWord; ++n) {
         for (std::uint32_t w = 0; w < words; ++w) {
-          const float x = q[h * head_dim + n * words + w] * scale;
+          const float x = rotated[n * words + w] * scale;
           to[(w / kWidth * kCodesPerWord + n) * kWidth + w % kWidth] = x;
           sum += static_cast<double>(x);
         }
@@ -172,7 +209,7 @@ struct Int4Tile {
 };
 
 void score_int4(const ScoreInt4Rows& args) noexcept {
-  const Int4Queries queries(args.q, args.group, args.head_dim, args.scale);
+  const Int4Queries queries(args.q, args.mean, args.group, args.head_dim, args.scale);
   for (std::uint32_t tile = 0; tile < args.count; tile += kWidth) {
     const Int4Tile lines(args, tile);
     alignas(64) float params[2 * kWidth];  // scale, zero of every row
@@ -186,7 +223,8 @@ void score_int4(const ScoreInt4Rows& args) noexcept {
         for (std::uint32_t i = 0; i < H::kRows && r + i < lines.rows; ++i) {
           for (std::uint32_t h = 0; h < H::kHeads; ++h) {
             const float score =
-                params[2 * (r + i)] * dots[i * H::kHeads + h] + params[2 * (r + i) + 1] * queries.sums[head + h];
+                params[2 * (r + i)] * dots[i * H::kHeads + h] +
+                (params[2 * (r + i) + 1] * queries.sums[head + h] + queries.shifts[head + h]);
             args.out[(tile + r + i) * args.token_stride + (head + h) * args.head_stride] = score;
           }
         }

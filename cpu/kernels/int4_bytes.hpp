@@ -7,7 +7,7 @@
 namespace sluice::cpu {
 namespace {
 
-/// Queries as integers of 22 bits, of which codes are multiplied with seven and a sign at a time, as the bytes that
+/// Rotated queries as integers of 22 bits, of which codes are multiplied with seven and a sign at a time, as the bytes that
 /// they are: channel x is unit * (128 * 128 * high + 128 * middle + low). Rounding takes less than a millionth of the
 /// head's largest channel from x, about as much as float32 sums do.
 struct Int4ByteQueries {
@@ -18,13 +18,20 @@ struct Int4ByteQueries {
   /// [group][vectors of words][parts][codes 0, 2, 4, 6 of a word, codes 1, 3, 5, 7]
   alignas(64) std::int8_t packed[kMaxGroup * kParts * kMaxHeadDim];
   float units[kMaxGroup];
-  float sums[kMaxGroup];  ///< over the channels, as Int4Queries has them
+  float sums[kMaxGroup], shifts[kMaxGroup];  ///< as Int4Queries has them
   std::uint32_t words, vectors, stride;
   bool exact = true;  ///< false: some head cannot be written so
 
-  Int4ByteQueries(const float* q, std::uint32_t group, std::uint32_t head_dim, float scale) noexcept
+  Int4ByteQueries(const float* q, const float* mean, std::uint32_t group, std::uint32_t head_dim, float scale) noexcept
       : words(head_dim / kCodesPerWord), vectors((words + kWidth - 1) / kWidth), stride(vectors * 2 * kParts * kBytes) {
-    for (std::uint32_t h = 0; h < group; ++h) pack(q + std::size_t{h} * head_dim, head_dim, scale, h);
+    for (std::uint32_t h = 0; h < group; ++h) {
+      const float* const own = q + std::size_t{h} * head_dim;
+      alignas(kBytes) float rotated[kMaxHeadDim];
+      __builtin_memcpy(rotated, own, head_dim * sizeof(float));
+      rotate(rotated, head_dim);
+      shifts[h] = mean_score(own, mean, head_dim, scale);
+      pack(rotated, head_dim, scale, h);
+    }
   }
 
  private:
@@ -146,7 +153,7 @@ inline Pair unzip_params(const std::byte* halves) noexcept {
 
 /// As score_int4, faster.
 void score_int4_bytes(const ScoreInt4Rows& args) noexcept {
-  const Int4ByteQueries queries(args.q, args.group, args.head_dim, args.scale);
+  const Int4ByteQueries queries(args.q, args.mean, args.group, args.head_dim, args.scale);
   if (!queries.exact) return score_int4(args);
   alignas(64) float dots[kMaxGroup * kWidth];
   for (std::uint32_t tile = 0; tile < args.count; tile += kWidth) {
@@ -160,7 +167,8 @@ void score_int4_bytes(const ScoreInt4Rows& args) noexcept {
     const auto [scales, zeros] = unzip_params(lines.halves);
     for (std::uint32_t h = 0; h < args.group; ++h) {
       const Vec dot = Simd::mul(Simd::load(dots + h * kWidth), Simd::set(queries.units[h]));
-      const Vec score = Simd::fma(scales, dot, Simd::mul(zeros, Simd::set(queries.sums[h])));
+      const Vec score =
+          Simd::fma(scales, dot, Simd::fma(zeros, Simd::set(queries.sums[h]), Simd::set(queries.shifts[h])));
       float* const out = args.out + tile * args.token_stride + h * args.head_stride;
       if (args.token_stride == 1 && lines.rows == kWidth) {
         Simd::store(out, score);

@@ -28,6 +28,7 @@ struct AttendRows {
   const float* const* scales = nullptr;     ///< [count] addresses of a token's K and V scale, of a type that has some
   const std::uint32_t* members = nullptr;   ///< [count] or null: bit h unset masks (row, h) out
   const float* scores = nullptr;            ///< [count, group] scores, or null: computed from K
+  const float* corrections = nullptr;       ///< [count] what is added to the scores of each row; null: nothing
   float* seen = nullptr;                    ///< [count, group] or null: receives the scores
   std::uint32_t count = 0;
   std::uint32_t group = 0;
@@ -76,13 +77,15 @@ struct CodesRows {
   const float* scales = nullptr;  ///< as in DigestRows
   std::byte* codes = nullptr;     ///< [rows, head_dim / 2]
   std::byte* params = nullptr;    ///< [rows, 2] f16
+  const float* mean = nullptr;    ///< [head_dim] the mean key; null: 0
   std::uint32_t rows = 0;
   std::uint32_t head_dim = 0;
 };
 
-/// out[i * token_stride + h * head_stride] = q[h].k[i] * scale, k decoded from its 4-bit copy.
+/// out[i * token_stride + h * head_stride] = the estimate of q[h].k[i] * scale by its 4-bit copy, see Int4Layout.
 struct ScoreInt4Rows {
   const float* q = nullptr;                  ///< [group, head_dim]
+  const float* mean = nullptr;               ///< [head_dim] the mean key; null: 0
   float scale = 0.f;
   const std::byte* const* codes = nullptr;   ///< [count] addresses of rows of codes
   const std::byte* const* params = nullptr;  ///< [count] addresses of their scale and zero

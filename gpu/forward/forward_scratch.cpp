@@ -161,6 +161,7 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   choice.linked = carver.take<std::uint32_t>(heads);
   choice.far_rows = carver.take<std::uint32_t>(std::uint64_t{heads} * rows.list_room());
   if (memory.fetches()) choice.fetched = carver.take<std::uint32_t>(std::uint64_t{heads} * rows.list_room());
+  choice.far_corrections = carver.take<float>(std::uint64_t{heads} * rows.draw_room());
   if (largest.prefills != 0) {
     const std::uint32_t items = largest.prefills * memory.shape.kv_heads;
     const std::uint32_t pages = memory.prefill_window / memory.layout.page_tokens;

@@ -108,6 +108,7 @@ void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer)
                              .dtype = memory.layout.dtype,
                              .group = memory.shape.group(),
                              .scale = memory.shape.score_scale(),
+                             .softcap = memory.shape.softcap,
                              .multiprocessors = multiprocessors_};
   if (appends_beside_scores(memory)) return launch_forward_append_score(memory, scratch, layer, sums, shape);
   launch_score_int4(scratch.score_tasks, memory.bucket.decode_rows * memory.shape.kv_heads,

@@ -8,11 +8,11 @@
 #include <vector>
 
 #include "sluice/audit.hpp"
+#include "sluice/bucket.hpp"
 #include "sluice/device.hpp"
 #include "sluice/engine_options.hpp"
 #include "sluice/engine_stats.hpp"
 #include "sluice/error.hpp"
-#include "sluice/forward.hpp"
 #include "sluice/page.hpp"
 #include "sluice/placement.hpp"
 #include "sluice/policy.hpp"

@@ -6,10 +6,10 @@
 #include <optional>
 #include <vector>
 
+#include "sluice/bucket.hpp"
 #include "sluice/device.hpp"
 #include "sluice/engine_stats.hpp"
 #include "sluice/error.hpp"
-#include "sluice/forward.hpp"
 #include "sluice/handover.hpp"
 #include "sluice/page.hpp"
 #include "sluice/placement.hpp"

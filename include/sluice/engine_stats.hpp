@@ -22,6 +22,12 @@ struct EngineStats {
   /// Choices of query heads for which all scores were read once more, as those put aside while keys were scored did not
   /// tell. What is chosen does not depend on it.
   std::uint64_t missed = 0;
+  /// Choices of query heads that drew what they attend, see sample.hpp; the sum of their error bars in millionths, and
+  /// how many of these were above 10%. A bar is the standard error of a head's sum of weights, relative to it, as far as
+  /// the codes tell what tokens weigh: sqrt(M) exp(kappa - lse), M tokens drawn, kappa the largest score left.
+  std::uint64_t drawn_heads = 0;
+  std::uint64_t error_bars = 0;
+  std::uint64_t wide_bars = 0;
   /// That the device waited for the CPU's answers. With Handover::host that the calling thread did, near attention
   /// included; with Handover::stream not known, 0.
   std::uint64_t waited_ns = 0;

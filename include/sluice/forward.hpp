@@ -2,38 +2,15 @@
 
 #include <cstdint>
 
+#include "sluice/bucket.hpp"
 #include "sluice/curve_fit.hpp"
 #include "sluice/progress.hpp"
+#include "sluice/sample.hpp"
 #include "sluice/units.hpp"
 
 /// What describes a forward, in memory of the device. What a launch is given depends on a bucket alone, never on
 /// lengths, so that a forward can be captured in a graph once and replayed for every token.
 namespace sluice {
-
-/// What a forward is made for, padding included. Everything that a verb launches follows from it.
-struct Bucket {
-  std::uint32_t decode_rows = 1;  ///< rows whose heads choose what they attend: new tokens, and drafts to verify
-  /// 1: each of these rows by itself, as if the tokens before it had been decoded one by one. Else as many new tokens
-  /// of a sequence, or fewer, are a *team*: what one of their heads chooses all of them attend, as far as they see it,
-  /// and keys and values are read once for all of them. decode_rows / drafts teams; decode_rows is a multiple of it,
-  /// and drafts times query heads per KV head are at most 32.
-  std::uint32_t drafts = 1;
-  std::uint32_t prefill_rows = 0;  ///< rows of chunks of prompts, which attend all that comes before them
-  std::uint32_t prefills = 0;      ///< how many chunks these are
-  std::uint32_t max_tokens = 0;  ///< of the longest sequence, a multiple of page_tokens; 0: all that there is room for
-  bool top_k = true;             ///< of these rows some choose a number of tokens
-  bool unbounded = false;        ///< of these rows some choose a share of the mass, or attend everything
-  bool pages = false;            ///< of these rows some rank pages by their digests
-  bool rehearsed = false;        ///< of these rows some choose by rehearsed queries, which `attend` is given
-  bool audit = false;            ///< what these rows attend is written down, see ForwardVerbs::audit
-  bool trace = false;            ///< when its stages run is written down, see ForwardVerbs::stamp
-  /// These rows attend everything, see ForwardVerbs::attend_whole: what an engine says of buckets of short sequences
-  /// (EngineOptions::dense_tokens), whatever it is given.
-  bool whole = false;
-
-  [[nodiscard]] constexpr std::uint32_t rows() const noexcept { return decode_rows + prefill_rows; }
-  friend constexpr bool operator==(const Bucket&, const Bucket&) = default;
-};
 
 /// Where the token of a packed row goes; see ForwardMemory::tokens.
 struct ForwardToken {
@@ -79,7 +56,11 @@ struct ForwardRow {
   std::uint32_t recent_begin = 0;
   std::uint32_t pages = 0;         ///< of its first full pages as many are ranked by digest, per query head
   std::uint32_t page_picks = 0;    ///< and as many of them chosen; 0: only their scores are wanted
-  std::uint32_t picks = 0;         ///< of the tokens between, each query head chooses as many, at most max_picks
+  /// Of the tokens between, each query head chooses as many, at most max_picks; where they are drawn one fewer.
+  std::uint32_t picks = 0;
+  /// If there are any, `picks` are drawn: the scores of the tokens between are perturbed, the largest are attended, and
+  /// what they weigh is divided by the chance that they were drawn.
+  SampleDraws draws{};
   float mass = 0.f;                ///< or, if this is not 0, those that top-p keeps, see top_p.hpp
   /// Not 0: `mass` is a share by PSA's rule, for which its ranked pages are taken, as many at a time, see
   /// ChoosePagesTask; `page_picks` is 0.
@@ -121,6 +102,7 @@ struct ForwardRow {
   /// is chosen.
   [[nodiscard]] constexpr ForwardRow in(std::uint32_t layer, std::uint32_t window) const noexcept {
     ForwardRow row = *this;
+    row.draws = draws.in(layer);
     if (window == 0 && layer >= dense_layers && (dense_every == 0 || layer % dense_every != 0)) return row;
     const std::uint32_t newest = tokens + drafts;
     const bool cut = window != 0 && window < newest;
@@ -132,6 +114,7 @@ struct ForwardRow {
     row.asks = 0;
     row.proposed = 0;
     row.rest = 0;
+    row.draws = {};
     row.clusters = {};
     return row;
   }
@@ -161,12 +144,21 @@ struct ForwardListChange {
   std::uint32_t from = 0;
 };
 
+/// A sequence whose mean key, see Int4Layout, a plan makes again from the tokens that it has before the forward: that of
+/// its first page if this is full, else 0; and the codes of that page with it.
+struct ForwardKeyMean {
+  std::uint32_t list = 0;  ///< its block list
+  std::uint32_t tokens = 0;
+};
+
 /// What a near row holds.
 struct ForwardNearRow {
   std::uint32_t row = kNone;  ///< of the plane's far rows; kNone: nothing
   std::uint32_t used = 0;     ///< the newest forward that attended it
 };
 
+/// An entry of far_counts from here on is of a list that was drawn, see ForwardMemory::far_corrections.
+inline constexpr std::uint32_t kDrawnBit = 0x8000'0000u;
 /// An entry of near_of from here on is near.
 inline constexpr std::uint32_t kNearBit = 0x8000'0000u;
 /// A far row has a near one, which is not filled yet. Forwards are counted modulo this where near rows are concerned.
@@ -254,6 +246,7 @@ struct ForwardSlip {
   std::uint32_t list_changes = 0;
   std::uint32_t freed_blocks = 0;
   std::uint32_t block_copies = 0;
+  std::uint32_t key_means = 0;
   std::uint64_t read = 0;  ///< by the device: ForwardVerbs::tell_read's forward, if that was called
 };
 
@@ -278,6 +271,9 @@ struct ForwardState {
   std::uint64_t fetching_ns = 0;       ///< when it began to wait for what the CPU chooses, by the device's clock
   std::uint32_t near_rows = 0;         ///< that hold something, of all planes
   std::uint64_t promoted = 0;          ///< rows brought near so far
+  std::uint64_t drawn_heads = 0;       ///< as in EngineStats
+  std::uint64_t error_bars = 0;
+  std::uint64_t wide_bars = 0;
   std::uint64_t near_tokens = 0;       ///< attended so far, by all rows that choose, layers and KV heads
   std::uint64_t far_tokens = 0;        ///< likewise, that the CPU was told of
   std::uint64_t fetched_tokens = 0;    ///< likewise, over the link, by the device
@@ -330,6 +326,9 @@ struct ForwardMailbox {
     std::uint64_t forward = 0;      ///< newest that ended; written after everything else
     std::uint64_t good = 0;         ///< newest that got to its end
     std::uint64_t unplanned = 0;    ///< replays without a plan so far
+    std::uint64_t drawn_heads = 0;  ///< as in EngineStats
+    std::uint64_t error_bars = 0;
+    std::uint64_t wide_bars = 0;
     std::uint64_t near_tokens = 0;  ///< as in ForwardState
     std::uint64_t far_tokens = 0;
     std::uint64_t fetched_tokens = 0;

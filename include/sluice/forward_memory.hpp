@@ -8,6 +8,7 @@
 #include "sluice/handover.hpp"
 #include "sluice/page.hpp"
 #include "sluice/prefill.hpp"
+#include "sluice/sample.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/trace.hpp"
 
@@ -77,6 +78,7 @@ struct ForwardMemory {
   std::byte* digests = nullptr;    ///< [planes, blocks, 2, head_dim] of full pages, as the dtype; null: none
   std::byte* value_means = nullptr;  ///< [planes, blocks, head_dim] of the values of pages, as the dtype; null: none
   std::uint32_t* lists = nullptr;  ///< [stacks, list_count, max_pages] blocks; for the verbs of a layer its stack's
+  float* key_means = nullptr;      ///< [list_count, planes, head_dim] of layers without windows, see Int4Layout
   /// [planes, blocks * page_tokens] near row of the plane | kNearBit, or | kComingBit while it is being filled, or the
   /// newest forward that attended the row far, 0 if there was none. Not there if near_pages is 0.
   std::uint32_t* near_of = nullptr;
@@ -102,6 +104,9 @@ struct ForwardMemory {
   std::uint32_t* masks = nullptr;        ///< [decode_rows, q_heads, mask_words] if the largest bucket is unbounded
   std::uint32_t* near_lists = nullptr;   ///< [decode_rows, kv_heads, list_room] K rows, counted in rows from `near`
   std::uint32_t* near_counts = nullptr;  ///< [decode_rows, kv_heads]
+  // Of rows that draw, if the largest bucket has rows that choose a number of tokens:
+  DrawThresholds* thresholds = nullptr;  ///< [decode_rows, q_heads]
+  float* near_corrections = nullptr;     ///< [decode_rows, kv_heads, draw_room] by near_lists, see draw_correction
   std::uint32_t* far_listed = nullptr;   ///< [decode_rows, kv_heads] far rows that `split` listed
   std::uint32_t* far_windows = nullptr;  ///< [decode_rows, kv_heads] not 0: sinks or recent tokens are among them
   float* near_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
@@ -128,6 +133,7 @@ struct ForwardMemory {
   std::uint32_t* slip_blocks = nullptr;     ///< what they refer to
   std::uint32_t* slip_freed = nullptr;      ///< [ForwardSlip::freed_blocks] that nothing of is to be near, each once
   ForwardBlockCopy* slip_copies = nullptr;  ///< [ForwardSlip::block_copies]
+  ForwardKeyMean* slip_key_means = nullptr;  ///< [ForwardSlip::key_means] of layers without windows
   std::uint32_t* near_seen = nullptr;       ///< [blocks] near_held as ForwardVerbs::see_near found it
   ForwardMailbox* mailbox = nullptr;
   /// [kMostForwards, layers, prefills, q_heads] if chunks may choose; of forward f at f % kMostForwards.
@@ -137,8 +143,11 @@ struct ForwardMemory {
   float* far_page_scores = nullptr;     ///< as page_scores, of rows that ask; if there are any sequences of the CPU
   std::uint32_t* far_ranked = nullptr;  ///< as ranked, likewise
   std::uint32_t* far_rows = nullptr;    ///< [decode_rows, kv_heads, list_room] block * page_tokens + row of the page
-  /// [decode_rows, kv_heads] as far_listed, without those that the device fetches, until the CPU adds what it chose
+  /// [decode_rows, kv_heads] as far_listed, without those that the device fetches, until the CPU adds what it chose; with
+  /// kDrawnBit if the list has corrections
   std::uint32_t* far_counts = nullptr;
+  /// [decode_rows, kv_heads, draw_room] by far_rows, of rows that draw: what is added to the logits of each.
+  float* far_corrections = nullptr;
   float* far_out = nullptr;  ///< [decode_rows, q_heads, head_dim]
   float* far_lse = nullptr;  ///< [decode_rows, q_heads] of a list that was chosen for: kEmptyLse if it is empty
   // Likewise, if `fetches_chosen`.
@@ -281,6 +290,19 @@ struct ForwardMemory {
     const std::uint64_t room = most > widest ? most : widest;
     return static_cast<std::uint32_t>(room < largest.max_tokens ? room : largest.max_tokens);
   }
+  /// Tokens that a KV head's rows may attend of what they draw, and beside it: a part of list_room().
+  [[nodiscard]] constexpr std::uint32_t draw_room() const noexcept {
+    if (!largest.top_k || max_picks == 0) return 0;
+    const std::uint64_t most = std::uint64_t{shape.group()} * max_picks + max_window;
+    return static_cast<std::uint32_t>(most < largest.max_tokens ? most : largest.max_tokens);
+  }
+  /// Of a list that draws.
+  [[nodiscard]] constexpr float* near_corrections_of(std::uint32_t list) const noexcept {
+    return near_corrections + std::uint64_t{list} * draw_room();
+  }
+  [[nodiscard]] constexpr float* far_corrections_of(std::uint32_t list) const noexcept {
+    return far_corrections + std::uint64_t{list} * draw_room();
+  }
   /// Of a list: a policy of the CPU may choose every token.
   [[nodiscard]] constexpr std::uint64_t chosen_room() const noexcept { return std::uint64_t{2} * largest.max_tokens; }
   /// The pages that the query heads of list row * kv_heads + KV head have chosen: [group, page_picks], ascending each.
@@ -294,6 +316,10 @@ struct ForwardMemory {
   /// The blocks of a sequence.
   [[nodiscard]] constexpr std::uint32_t* list_of(std::uint32_t list) const noexcept {
     return lists + std::uint64_t{list} * max_pages;
+  }
+  /// The mean key of a sequence, of a layer without a window.
+  [[nodiscard]] constexpr float* key_mean_of(std::uint32_t list, std::uint32_t plane) const noexcept {
+    return key_means + (std::uint64_t{list} * planes() + plane) * shape.head_dim;
   }
   /// The far row of a sequence's token, the same in every plane, of the layers of a stack.
   [[nodiscard]] constexpr std::uint32_t row_of(std::uint32_t list, std::uint32_t token) const noexcept {

@@ -26,12 +26,14 @@ namespace sluice {
   const bool pages = ranks && row.in_pages();
   return {.q = m.q + std::uint64_t{list} * m.shape.group() * m.shape.head_dim,
           .copies = m.codes + m.far_page(plane, 0) * Int4Layout(m.layout).page_bytes(),
+          .mean = ranks ? m.key_mean_of(row.list, plane) : nullptr,
           .frames = m.list_of(ranks ? row.list : 0),
           .tokens = ranks ? row.tokens : 0,
           .lists = pages ? m.ranked_of(list, false) : nullptr,
           .listed = pages ? row.page_picks : 0,
           .sinks = ranks ? row.sink_end : 0,
           .recent = ranks ? row.recent_begin : kNone,
+          .draws = ranks ? row.draws.of(list % m.shape.kv_heads, m.own_group()) : HeadDraws{},
           .out = m.scores + std::uint64_t{list} * m.shape.group() * m.score_room()};
 }
 
@@ -47,6 +49,7 @@ namespace sluice {
           .clusters = row.clusters.count,
           .samples = row.clusters.samples,
           .copies = m.codes + m.far_page(plane, 0) * Int4Layout(m.layout).page_bytes(),
+          .mean = m.key_mean_of(row.list, plane),
           .frames = m.list_of(row.list),
           .tokens = row.tokens,
           .sinks = row.sink_end,

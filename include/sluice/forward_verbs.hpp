@@ -54,7 +54,7 @@ class ForwardVerbs {
   [[nodiscard]] virtual std::uint64_t scratch_bytes(const ForwardMemory& memory) const = 0;
 
   [[nodiscard]] virtual std::unique_ptr<ForwardSide> make_side() { return std::make_unique<ForwardSide>(); }
-  /// Takes the slip: rows, block lists, freed blocks, copies. Not captured. Tokens that come get near rows, so that
+  /// Takes the slip: rows, block lists, freed blocks, copies, mean keys. Not captured. Tokens that come get near rows, so that
   /// they are written there, too: rows that are free, or have not been attended for long, see kNearPatience. Those that
   /// are decoded come first, and count as attended; of those of prompts, which do not, the newest, if not all find one.
   /// Of a bucket that is whole, once in kNearTurn plans all tokens of its rows count as attended, and those that are
@@ -71,8 +71,8 @@ class ForwardVerbs {
   virtual void cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) = 0;
   /// Begins the forward that was planned last, unless it has begun before.
   virtual void begin(const ForwardMemory& memory, void* stream) = 0;
-  /// New keys and values go to their far page, its 4-bit copy, and its near page if there is one; queries of rows that
-  /// choose to both sides, rehearsed ones to the host, and those of tokens with a tail there. Pages that become full
+  /// New keys and values go to their far page, its 4-bit copy, and its near page if there is one; a sequence's first
+  /// token behind its first page makes its mean key, and the page's copy again. Queries of rows that choose to both sides, rehearsed ones to the host, and those of tokens with a tail there. Pages that become full
   /// get their digest and the mean of their values. Outputs, if there are any, of padding become 0, and all of them NaN
   /// if the forward does not run.
   virtual void append(const ForwardMemory& memory, const ForwardLayer& layer) = 0;

@@ -42,6 +42,8 @@ enum class BudgetKind : std::uint8_t {
   verified,     ///< the best, and a sample of the others that bounds the error; needs `exact` alone (vAttention)
   within,       ///< as many as lie within `alpha` of a head's best, averaged over a layer's heads; needs `exact` alone,
                 ///< and `skewed` (InfiniGen)
+  drawn,        ///< max(min_tokens, share * n) of them, drawn without replacement by their estimated weight and divided
+                ///< by the chance that they were drawn: see sample.hpp; needs `exact` alone, and `int4`
 };
 
 /// A score that decays more slowly gains less in a step than its 16 bits tell apart, see HistoryOptions.
@@ -131,8 +133,8 @@ struct SnapshotOptions {
 /// How many candidates each query head keeps.
 struct BudgetOptions {
   BudgetKind kind = BudgetKind::top_k;
-  std::uint32_t min_tokens = 64;  ///< top_k, verified, within: [1, 2^31)
-  float share = 0.02f;            ///< top_k, verified, within: of the n visible tokens; 1 keeps every candidate. [0, 1]
+  std::uint32_t min_tokens = 64;  ///< top_k, verified, within, drawn: [1, 2^31)
+  float share = 0.02f;  ///< top_k, verified, within, drawn: of the n visible tokens; 1 keeps every candidate. [0, 1]
   float mass = 0.95f;             ///< top_p, fitted, progressive: share of the softmax mass. (0, 1]
   std::uint32_t microbatch = 4;   ///< progressive: pages per iteration. [1, 1024]
   ProgressRule rule = ProgressRule::least;  ///< progressive
@@ -145,6 +147,11 @@ struct BudgetOptions {
   /// all heads of the layer; one at least, and min_tokens or `share` at most. 4: those that weigh more than 1.8% of the
   /// best. (0, 1000]
   float alpha = 4.f;
+  std::uint32_t seed = 1;  ///< drawn: of the draws; the same seed draws the same tokens of the same sequence. [0, 2^32)
+  /// drawn: a token's draw is a new one in every N-th step; 0: it never changes, so that what was drawn tends to be
+  /// drawn again, and to be near. [0, 2^31)
+  std::uint32_t redraw = 0;
+  bool group_draws = false;  ///< drawn: the query heads of a KV head share one draw per token
   friend bool operator==(const BudgetOptions&, const BudgetOptions&) = default;
 };
 
@@ -223,7 +230,8 @@ struct PolicySpec {
 ///   source  = ("all" | "exact" | "history" | "pages" | "clusters" | "lsh" | "snapshot" | "none") [":" options]
 ///   stage   = "int4" | "channels=" CHANNELS | "hadamard" | "skewed=" SHARE | "rehearsed" | "top_k=" COUNT
 ///           | "top_p=" SHARE | "fitted=" SHARE | "progressive=" SHARE ["," options] | "sampled"
-///           | "verified=" SHARE ["," options] | "within=" LOGITS ["," options] | "far=" COUNT
+///           | "verified=" SHARE ["," options] | "within=" LOGITS ["," options]
+///           | "sample=" COUNT ["," options] | "far=" COUNT
 ///           | "rest=" ("none" | "mean") | "bypass=" ("off" | ["sink:"] SHARE) ["," options]
 ///           | "near=" SHARE ["," options] | "dense=" LAYERS ["," options] | "page=" TOKENS
 ///   options = key "=" value {"," key "=" value}

@@ -10,6 +10,7 @@
 #include "sluice/int4.hpp"
 #include "sluice/page.hpp"
 #include "sluice/progress.hpp"
+#include "sluice/sample.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/units.hpp"
 
@@ -34,6 +35,7 @@ struct CodesTask {
   const std::byte* page = nullptr;
   std::uint32_t rows = 0;
   std::byte* out = nullptr;
+  const float* mean = nullptr;  ///< [head_dim] the mean key, memory that the backend's kernels read; null: 0
 };
 
 /// One (sequence, KV head) of a `score_tokens`: out[i, h] = the score of q[h].k[tokens[i]], see AttentionShape.
@@ -65,6 +67,7 @@ struct ScorePagesTask {
 struct ScoreInt4Task {
   const float* q = nullptr;               ///< [group, head_dim]
   const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()], 16-byte aligned; 64 GiB at most
+  const float* mean = nullptr;            ///< [head_dim] that they were made with, see CodesTask; null: 0
   const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read
   std::uint32_t tokens = 0;               ///< visible, of those that have copies
   const std::uint32_t* lists = nullptr;   ///< [group, listed] or null; memory that the kernels read, when they run
@@ -75,6 +78,9 @@ struct ScoreInt4Task {
   std::uint32_t recent = kNone;
   const std::byte* tail = nullptr;        ///< page whose first K rows are the tail; 16-byte aligned
   std::uint32_t tail_rows = 0;            ///< at most page_tokens
+  /// If there are any, values between `sinks` and `recent` are soft-capped logits, each perturbed by its draw. Without
+  /// lists.
+  HeadDraws draws{};
   float* out = nullptr;                   ///< [group, row(page_tokens)]
 
   [[nodiscard]] constexpr std::uint32_t sink_pages(std::uint32_t page_tokens) const noexcept {
@@ -175,6 +181,7 @@ struct ChooseClustersTask {
   std::uint32_t clusters = 0;              ///< 0: there is nothing to choose, and nothing is written
   FitSamples samples;
   const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()]
+  const float* mean = nullptr;            ///< as in ScoreInt4Task
   const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read
   std::uint32_t tokens = 0;               ///< visible, all with copies; at least samples.tokens
   std::uint32_t sinks = 0;                ///< at most `recent`

@@ -163,7 +163,7 @@ class Stats(Sized):
         for name in ("asked", "unplanned", "near_tokens", "far_tokens", "fetched_tokens", "promoted", "scored",
                      "estimated", "ranked_pages", "waited_ns", "answer_ns", "sparse_chunks", "dense_chunks",
                      "kept_blocks", "causal_blocks", "matched_tokens", "evicted_blocks", "missed", "stalls",
-                     "awaited")
+                     "awaited", "drawn_heads", "error_bars", "wide_bars")
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -133,6 +134,14 @@ class SluiceCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._each("batch_repeat_interleave", repeats)
         self.rows.replace([index for index in range(len(self.rows)) for _ in range(repeats)])
+
+    def fork(self, policy: str) -> SluiceCache:
+        """A cache of the same tokens, under a policy of its own. Both go on by themselves."""
+        forked = SluiceCache(self.enabled, self._kinds)
+        for index in self._others:
+            forked.layers[index] = copy.deepcopy(self.layers[index])
+        forked.rows = self.rows.fork(policy)
+        return forked
 
     def crop(self, tokens_to_remove: int) -> None:
         columns = self.rows.columns

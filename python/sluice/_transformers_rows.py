@@ -65,6 +65,10 @@ class Turn:
 class Rows:
     """The sequences of a cache, one for each row of its batch. They end with it."""
 
+    chooses = False
+    """Whether several columns of one forward choose as the policy says, each as if those before it had been decoded one
+    by one; else they are a part of a prompt, and attend everything before them."""
+
     def __init__(self, turn: Turn, policy: str) -> None:
         self._turn, self._policy = turn, policy
         self._sequences: list[int] = []
@@ -164,6 +168,14 @@ class Rows:
         self._sequences[:] = rows
         self._mask = self._mask[indices]
 
+    def fork(self, policy: str) -> Rows:
+        """Rows of the same tokens, under a policy of their own."""
+        rows, engine = Rows(self._turn, policy), self._turn.engine
+        for sequence in self._sequences:
+            rows._sequences.append(engine.fork(sequence, engine.tokens(sequence), policy))
+        rows._mask = self._mask
+        return rows
+
     def truncate(self, columns: int) -> None:
         """Takes the newest columns back, until there are as many. Without any left the rows end, and the next forward
         begins others."""
@@ -199,7 +211,7 @@ class Rows:
                 self._sequences.append(self._turn.engine.begin(self._policy))
             new = self._whole[:, self.columns:]
             self._kept = None if new.all() else tuple(new.nonzero().T.to(q.device))
-            self._plan(new.sum(1).tolist(), new_columns > 1 or self._in_pieces, stream)
+            self._plan(new.sum(1).tolist(), new_columns > 1 and not self.chooses or self._in_pieces, stream)
         except BaseException:
             self._turn.give_back()
             raise

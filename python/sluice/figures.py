@@ -32,6 +32,14 @@ class Stats:
     missed: int  #: choices of query heads for which all scores were read once more
     stalls: int  #: plans that waited until a policy had looked at a prompt
     awaited: int  #: layers whose choice waited for what histories propose, which is part of waited_ns
+    drawn_heads: int  #: choices of query heads that drew what they attend (budget stage ``sample``)
+    error_bars: int  #: sum of their relative standard errors, in millionths
+    wide_bars: int  #: how many of these were above 10%
+
+    @property
+    def error_bar(self) -> float:
+        """The mean relative standard error of what was drawn; 0 if nothing was."""
+        return self.error_bars / self.drawn_heads * 1e-6 if self.drawn_heads else 0.0
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ __all__ = ["Enabled", "balance", "enable"]
 def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_bytes: int = 1 << 30, *,
            sequences: int | None = None, prefill_rows: int = 2048, **options: Any) -> Enabled:
     """Has this model attend by `policy`, with keys and values of at most `host_bytes`. `sequences`: rows of a batch, or
-    beams, that live at once, in all caches; None: 16, or as many as a batch has that comes while no other cache has any.
+    beams, that live at once, in all caches; None: 16, or as many as a batch has that comes while no other cache has.
     `prefill_rows`: tokens of a prompt, over all rows of a batch, that go through the model's decoder at once; longer
     ones are read in pieces. `options` are others of EngineOptions; without `near_bytes` the memory of a GPU for near
     keys and values is chosen by what is free, and without `dense_tokens` policy `sluice` has DENSE_AUTO. What is
@@ -62,29 +62,58 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     if not hasattr(model, "config"):
         raise InvalidArgument(f"model is a {type(model).__name__}; give what from_pretrained of AutoModelForCausalLM "
                               "returns")
-    config = model.config.get_text_config(decoder=True)
+    _refuse(model, options)
+    options.setdefault("dense_tokens", dense_tokens(policy, next(model.parameters()).device, ranks_of(model)))
+
+    def made_for(rows: int) -> EngineOptions:
+        return options_for(model, [policy], host_bytes, Bucket(rows, prefill_rows, rows), rows, options)
+
+    return _enabled(model, policy, made_for, sequences)
+
+
+def enable_for(model: transformers.PreTrainedModel, policies: Sequence[str], host_bytes: int, largest: Bucket,
+               sequences: int, options: dict[str, Any]) -> Enabled:
+    """As `enable`, for several policies: that of caches is the first of them, and their forks may have any."""
+    _refuse(model, options)
+
+    def made_for(_: int) -> EngineOptions:
+        return options_for(model, policies, host_bytes, largest, sequences, options)
+
+    return _enabled(model, policies[0], made_for, sequences)
+
+
+def _refuse(model: transformers.PreTrainedModel, options: dict[str, Any]) -> None:
     refuse_of_the_model(options)
-    refuse(model, config)
-    kinds = layer_kinds(model, config)
-    device = next(model.parameters()).device
-    options.setdefault("dense_tokens", dense_tokens(policy, device, ranks_of(model)))
+    refuse(model, model.config.get_text_config(decoder=True))
 
-    def made_for(rows: int) -> Engine:
-        made = EngineOptions(
-            layers=sum(kind.make is None for kind in kinds), **attention_shape(model, config, kinds),
-            device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
-            host_bytes=_unsigned("host_bytes", host_bytes, 64) // ranks_of(model), sequences=rows,
-            largest=Bucket(decode_rows=rows, prefill_rows=prefill_rows, prefills=rows),
-            **{**logit_options(model, config, kinds), **options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
-        made.make_room_for(policy, longest(config))
-        refuse_rehearsed(made, policy)
-        choose_near(made, options.get("near_bytes"), longest(config))
-        return Engine(made, owner=_OWNER)
 
+def _enabled(model: transformers.PreTrainedModel, policy: str, made_for: Callable[[int], EngineOptions],
+             sequences: int | None) -> Enabled:
+    kinds = layer_kinds(model, model.config.get_text_config(decoder=True))
     try:
-        return Enabled(model, policy, made_for, kinds, sequences)
+        return Enabled(model, policy, lambda rows: Engine(made_for(rows), owner=_OWNER), kinds, sequences)
     except Error as error:
         raise type(error)(str(error).replace(OWNER, _OWNER)) from None
+
+
+def options_for(model: transformers.PreTrainedModel, policies: Sequence[str], host_bytes: int, largest: Bucket,
+                sequences: int, options: dict[str, Any]) -> EngineOptions:
+    """Of an engine for these policies and a model that is not refused."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = layer_kinds(model, config)
+    device = next(model.parameters()).device
+    made = EngineOptions(
+        layers=sum(kind.make is None for kind in kinds), **attention_shape(model, config, kinds),
+        device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
+        host_bytes=_unsigned("host_bytes", host_bytes, 64) // ranks_of(model), sequences=sequences, largest=largest,
+        **{**logit_options(model, config, kinds), **options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
+    for policy in policies:
+        made.make_room_for(policy, longest(config))
+        refuse_rehearsed(made, policy)
+    made.cpu_sequences = made.cpu_sequences and sequences
+    made.cluster_sequences = made.cluster_sequences and sequences
+    choose_near(made, options.get("near_bytes"), longest(config))
+    return made
 
 
 class Enabled:

@@ -21,8 +21,9 @@ class SideData {
   SideData(const ForwardMemory& memory, Device& device, std::chrono::milliseconds timeout);
 
   /// Enqueues those of a plane for the first `tokens` tokens of these blocks, once what was enqueued before is done.
+  /// `first`: the block whose mean key, see Int4Layout, the copies are made with; kNone: 0.
   /// @throws Error{Errc::timeout}, Error{Errc::device}
-  void make(std::uint32_t plane, std::span<const std::uint32_t> blocks, std::uint32_t tokens);
+  void make(std::uint32_t plane, std::span<const std::uint32_t> blocks, std::uint32_t tokens, std::uint32_t first);
   /// @throws as `make`
   void wait();
   /// Whether nothing of it runs any more, without waiting.
@@ -35,6 +36,7 @@ class SideData {
   std::vector<CodesTask> copies_;  ///< as long as the stream may read them
   std::vector<DigestTask> digests_;
   std::vector<ValueMeanTask> means_;
+  std::unique_ptr<Buffer> key_mean_;  ///< [head_dim] float32, pinned: likewise
   std::unique_ptr<Stream> stream_;  ///< last: it stops before anything above goes
 };
 

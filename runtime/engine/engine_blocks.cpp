@@ -11,6 +11,18 @@ std::uint32_t Engine::Impl::pages_of(std::uint32_t tokens) const noexcept {
   return static_cast<std::uint32_t>(div_up(tokens, memory.largest().layout.page_tokens));
 }
 
+std::uint32_t Engine::Impl::mean_block(const runtime::PageList& list, std::uint32_t tokens) const noexcept {
+  return tokens > options.page_tokens ? list.blocks().front() : kNone;
+}
+
+std::uint32_t Engine::Impl::mean_block_of(std::uint32_t block) const noexcept {
+  for (const auto& [id, sequence] : sequences) {
+    const std::vector<std::uint32_t>& blocks = sequence.pages().blocks();
+    if (std::ranges::find(blocks, block) != blocks.end()) return mean_block(sequence.pages(), sequence.planned);
+  }
+  return kNone;  // Of layers with windows.
+}
+
 std::uint32_t Engine::Impl::kept_from(const Sequence& sequence) const noexcept {
   // If there are layers with windows, the last stack is one of them.
   return std::max(sequence.lists.back().passed() * options.page_tokens, sequence.first_kept);

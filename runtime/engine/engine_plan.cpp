@@ -217,11 +217,19 @@ void Engine::Impl::write_lists(const ForwardMemory& m, std::span<const Wanted> w
       listed += count;
     }
   }
+  // The mean key of a sequence with no more than its first page may be one of tokens that were taken back.
+  std::uint32_t renewed = 0;
+  for (const auto& [sequence, item] : wanted) {
+    if (memory.stacks().windowed(0)) break;
+    if (sequence->pages().synced() == 0 || sequence->planned <= options.page_tokens)
+      m.slip_key_means[renewed++] = {.list = sequence->pages().slot(), .tokens = sequence->planned};
+  }
   std::ranges::copy(table.freed(), m.slip_freed);
   std::ranges::copy(copies, m.slip_copies);
   m.slip->list_changes = changes;
   m.slip->freed_blocks = static_cast<std::uint32_t>(table.freed().size());
   m.slip->block_copies = static_cast<std::uint32_t>(copies.size());
+  m.slip->key_means = renewed;
 }
 
 std::uint64_t Engine::Impl::builds_on() const noexcept {

@@ -27,13 +27,14 @@ void require_alike(const runtime::ParkHead& head, const EngineOptions& options, 
                                             to_string(options.kv_dtype) + "; use an engine of that type");
   for (std::uint32_t layer = 0; layer < options.shape.layers; ++layer) {
     const auto window = [&](const std::vector<std::uint32_t>& windows) {
-      return windows.empty() || windows[layer] == 0 ? kNone : windows[layer];
+      return windows.empty() ? 0 : windows[layer];
     };
-    const std::uint32_t parked = window(head.windows), here = window(options.windows);
-    if (parked != here && (head.passed != 0 || std::min(parked, here) < head.tokens))
-      throw Error(Errc::invalid_argument,
-                  "resume: the sequence was parked with another window in layer " + text(layer) +
-                      " than EngineOptions::windows has; use an engine with the same");
+    // Also where it has no more tokens than either: what comes next would attend others.
+    if (window(head.windows) != window(options.windows))
+      throw Error(Errc::invalid_argument, "resume: the sequence was parked with a window of " +
+                                              text(window(head.windows)) + " tokens in layer " + text(layer) +
+                                              ", and EngineOptions::windows has " + text(window(options.windows)) +
+                                              " (0: none); use an engine with the same");
   }
   if (head.model != model)
     throw Error(Errc::invalid_argument, "resume: the sequence was parked of model '" + head.model +
@@ -179,7 +180,7 @@ void Engine::Impl::Parking::load_body(runtime::ParkSource& source, const runtime
       // Where there is a window nothing is chosen, and so nothing is made of keys.
       if (engine_.memory.largest().window_in(layer) == 0)
         side_data_->make(engine_.memory.largest().plane(layer, made % engine_.options.shape.kv_heads),
-                         sequence.pages().blocks(), head.tokens);
+                         sequence.pages().blocks(), head.tokens, engine_.mean_block(sequence.pages(), head.tokens));
     }
     job = std::move(next);
   }
@@ -194,9 +195,11 @@ void Engine::Impl::Parking::finish_copies() {
     side_copies_.push_back(copy.to);
     engine_.table.hold(copy.to);
   }
-  const auto tokens = static_cast<std::uint32_t>(side_copies_.size() * engine_.options.page_tokens);
-  for (std::uint32_t plane = 0; plane < engine_.memory.largest().planes(); ++plane)
-    side_data_->make(plane, side_copies_, tokens);
+  for (const std::uint32_t block : side_copies_) {
+    const std::uint32_t first = engine_.mean_block_of(block);
+    for (std::uint32_t plane = 0; plane < engine_.memory.largest().planes(); ++plane)
+      side_data_->make(plane, std::span(&block, 1), engine_.options.page_tokens, first);
+  }
   side_data_->wait();
   let_go(side_copies_);
   engine_.copies.clear();

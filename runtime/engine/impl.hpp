@@ -88,6 +88,10 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] std::uint32_t pages_of(std::uint32_t tokens) const noexcept;
   /// First token of which layers with windows still have rows.
   [[nodiscard]] std::uint32_t kept_from(const Sequence& sequence) const noexcept;
+  /// The block whose mean key, see Int4Layout, the codes of a sequence with so many tokens are made with; kNone: 0.
+  [[nodiscard]] std::uint32_t mean_block(const runtime::PageList& list, std::uint32_t tokens) const noexcept;
+  /// The same of the sequence that writes to `block`.
+  [[nodiscard]] std::uint32_t mean_block_of(std::uint32_t block) const noexcept;
   /// Lets go of pages that no row of the sequence will see again, though it be shortened by window_slack.
   void pass_windows(Sequence& sequence) noexcept;
   /// @throws Error{Errc::unsupported} if layers with windows have let go of what is seen behind as many tokens

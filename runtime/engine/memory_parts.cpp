@@ -24,9 +24,10 @@ void carve_near(Carver& parts, ForwardMemory& m) {
   take(parts, m.arriving, std::uint64_t{m.stacks} * m.planes() * m.arriving_room());
 }
 
-/// What a plan says of a forward.
+/// What a plan says of a forward, and of sequences.
 void carve_plan(Carver& parts, ForwardMemory& m) {
   take(parts, m.lists, std::uint64_t{m.stacks} * m.list_count * m.max_pages);
+  take(parts, m.key_means, std::uint64_t{m.list_count} * m.planes() * m.shape.head_dim);
   take(parts, m.tokens, m.append_rows);
   take(parts, m.rows, m.largest.decode_rows);
   take(parts, m.chunks, m.largest.prefills);
@@ -49,6 +50,10 @@ void carve_choice(Carver& parts, ForwardMemory& m) {
   if (m.largest.unbounded) take(parts, m.masks, heads(m) * m.mask_words());
   take(parts, m.near_lists, kv_heads(m) * m.list_room());
   take(parts, m.near_counts, kv_heads(m));
+  if (m.draw_room() != 0) {
+    take(parts, m.thresholds, heads(m));
+    take(parts, m.near_corrections, kv_heads(m) * m.draw_room());
+  }
   take(parts, m.far_listed, kv_heads(m));
   take(parts, m.far_windows, kv_heads(m));
 }
@@ -86,6 +91,7 @@ void carve_far(Carver& parts, ForwardMemory& m) {
     take(parts, m.far_ranked, heads(m) * m.max_ranked);
   }
   take(parts, m.far_rows, kv_heads(m) * m.list_room());
+  if (m.draw_room() != 0) take(parts, m.far_corrections, kv_heads(m) * m.draw_room());
   take(parts, m.far_counts, kv_heads(m));
   take(parts, m.far_out, heads(m) * m.shape.head_dim);
   take(parts, m.far_lse, heads(m));
@@ -113,6 +119,7 @@ void carve_slip(Carver& parts, ForwardMemory& m, std::uint64_t listed_blocks) {
   take(parts, m.slip_blocks, listed_blocks);
   take(parts, m.slip_freed, m.blocks);
   take(parts, m.slip_copies, 2 * lists);
+  take(parts, m.slip_key_means, m.list_count);
 }
 
 }  // namespace

@@ -47,14 +47,18 @@ FarParts::FarParts(const ForwardMemory& memory, FarChoice& choice, std::uint32_t
 }
 
 void FarParts::open(std::uint64_t asked, std::uint32_t list) noexcept {
-  const std::uint32_t count = std::atomic_ref(memory_.front().far_counts[list]).load(std::memory_order_relaxed);
+  const std::uint32_t count = count_of(list) & ~kDrawnBit;
   if (count != 0) shares_.open(asked, list, static_cast<std::uint32_t>(div_up(count, part_rows(count))));
+}
+
+std::uint32_t FarParts::count_of(std::uint32_t list) const noexcept {
+  return std::atomic_ref(memory_.front().far_counts[list]).load(std::memory_order_relaxed);
 }
 
 FarPart FarParts::claim(const FarQuestion& question, std::uint32_t list) noexcept {
   const auto [part, parts] = shares_.claim(question.asked, list);
   if (parts == 0) return {};
-  const std::uint32_t count = std::atomic_ref(memory_.front().far_counts[list]).load(std::memory_order_relaxed);
+  const std::uint32_t count = count_of(list) & ~kDrawnBit;
   const std::uint32_t begin = part * part_rows(count);
   return {.list = list, .part = part, .parts = parts, .begin = begin, .end = std::min(begin + part_rows(count), count)};
 }
@@ -76,6 +80,7 @@ void FarParts::attend_rows(const ForwardMemory& m, const FarQuestion& question, 
   for (std::uint32_t i = part.begin; i < part.end; ++i) rows.keys[i - part.begin] = m.far_key(plane, list[i]);
   for (std::uint32_t i = part.begin; i < part.end && m.far_layout.scaled(); ++i)
     rows.scales[i - part.begin] = m.far_scales(plane, list[i]);
+  const bool drawn = (count_of(part.list) & kDrawnBit) != 0;
   const Partial place = place_of(m, part.list, part.part);
   const bool members = chosen != nullptr && !chosen->members.empty();
   const bool scores = chosen != nullptr && !chosen->scores.empty();
@@ -88,6 +93,7 @@ void FarParts::attend_rows(const ForwardMemory& m, const FarQuestion& question, 
                .scales = rows.scales.data(),
                .members = members ? chosen->members.data() + part.begin : nullptr,
                .scores = scores ? chosen->scores.data() + std::uint64_t{part.begin} * group : nullptr,
+               .corrections = drawn ? m.far_corrections_of(part.list) + part.begin : nullptr,
                .count = part.end - part.begin,
                .group = group,
                .head_dim = m.shape.head_dim,

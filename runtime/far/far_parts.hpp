@@ -50,6 +50,8 @@ class FarParts {
   [[nodiscard]] std::uint64_t bytes() const noexcept { return partials_.size() * sizeof(float); }
 
  private:
+  /// As ForwardMemory::far_counts has it.
+  [[nodiscard]] std::uint32_t count_of(std::uint32_t list) const noexcept;
   /// Of a thread: where the rows of a part lie, as many as the largest has.
   struct Rows {
     std::vector<const std::byte*> keys;

@@ -49,6 +49,11 @@ void HostKv::copy_and_estimate(const float* q, std::span<const std::uint32_t> to
   // What is made of keys reads no values.
   page_.resize(layout.scaled() ? layout.page_bytes() : layout.half_bytes());
   copy_.resize(Int4Layout(layout).page_bytes());
+  if (centred_ && mean_.empty()) {
+    mean_.resize(shape_.head_dim);
+    cpu::key_mean(kernels_, view_.layout, view_.page(0), mean_.data());
+  }
+  const float* const mean = centred_ ? mean_.data() : nullptr;
   static constexpr std::uint32_t kOnlyFrame = 0;
   for (std::size_t first = 0; first < tokens.size(); first += layout.page_tokens) {
     const auto some = tokens.subspan(first, std::min<std::size_t>(layout.page_tokens, tokens.size() - first));
@@ -58,10 +63,14 @@ void HostKv::copy_and_estimate(const float* q, std::span<const std::uint32_t> to
         std::memcpy(page_.data() + layout.scales_offset() + i * layout.scale_bytes(), view_.scales(some[i]),
                     layout.scale_bytes());
     }
-    const CodesTask task{.page = page_.data(), .rows = static_cast<std::uint32_t>(some.size()), .out = copy_.data()};
+    const CodesTask task{.page = page_.data(),
+                         .rows = static_cast<std::uint32_t>(some.size()),
+                         .out = copy_.data(),
+                         .mean = mean};
     host_.make_codes({&task, 1}, layout, nullptr);
     host_.estimate_tokens({.q = q,
                            .copies = copy_.data(),
+                           .mean = mean,
                            .frames = &kOnlyFrame,
                            .tokens = first_indices(static_cast<std::uint32_t>(some.size())),
                            .out = out + first * shape_.group()},

@@ -21,8 +21,12 @@ class HostKv : public scheduler::KvReader {
   /// Scores of many keys are shared from now on with threads that help; what comes out is the same.
   void share(const SharedCaller& caller) noexcept { caller_ = caller; }
   void score(const float* q, std::span<const std::uint32_t> tokens, float* out) override;
-  /// Later estimates of keys in the head's first `pages` pages come from 4-bit copies that are made for them.
-  void use_codes(std::uint32_t pages) noexcept { copied_tokens_ = pages * view_.layout.page_tokens; }
+  /// Later estimates of keys in the head's first `pages` pages come from 4-bit copies that are made for them, as those
+  /// of a sequence with so many tokens are.
+  void use_codes(std::uint32_t pages, std::uint32_t tokens) noexcept {
+    copied_tokens_ = pages * view_.layout.page_tokens;
+    centred_ = tokens > view_.layout.page_tokens;
+  }
   void estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) override;
   void key(std::uint32_t token, float* out) override { rows(Half::keys, token, 1, out); }
   void value(std::uint32_t token, float* out) override { rows(Half::values, token, 1, out); }
@@ -48,6 +52,8 @@ class HostKv : public scheduler::KvReader {
   SharedCaller caller_{};
   std::vector<std::uint32_t> indices_;  ///< 0, 1, 2, ... as many as were needed so far
   std::uint32_t copied_tokens_ = 0;
+  bool centred_ = false;     ///< the mean key is that of the first page
+  std::vector<float> mean_;  ///< it, once it was needed
   std::vector<std::byte> page_, copy_;  ///< of keys whose copies are made
 };
 

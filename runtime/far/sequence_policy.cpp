@@ -92,7 +92,8 @@ HostKv SequencePolicy::reader(std::uint32_t layer, std::uint32_t kv_head, const 
   const std::uint32_t page = memory_.layout.page_tokens;
   kv.use_codes(copies_open_page_ ? static_cast<std::uint32_t>(div_up(tokens, page))
                : tokens == 0     ? 0
-                                 : (tokens - 1) / page);
+                                 : (tokens - 1) / page,
+               tokens);
   return kv;
 }
 

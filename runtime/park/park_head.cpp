@@ -20,6 +20,7 @@ static_assert(std::endian::native == std::endian::little,
 constexpr std::array<unsigned char, 8> kMagic{0x89, 'S', 'L', 'U', 'I', 'C', 'E', '\n'};
 constexpr std::uint64_t kPreambleBytes = 32;
 constexpr std::uint64_t kMostHeadBytes = 64 * KiB;
+constexpr std::uint64_t kMostBodyBytes = std::uint64_t{1} << 62;
 constexpr std::uint32_t kLines = 1, kFlattened = 2;  ///< bits of how blocks of prompts are chosen
 constexpr std::uint64_t kMostQueries = 256;  ///< EngineOptions::prompt_queries, at most
 
@@ -262,13 +263,12 @@ std::vector<std::byte> encode(const ParkHead& head) {
 ParkHead read_head(ParkSource& source) {
   const Preamble preamble = read_preamble(source);
   const std::uint64_t head_bytes = preamble.head_bytes + sizeof(std::uint32_t);
-  const std::uint64_t rest = source.bytes() - kPreambleBytes;
-  const auto wrong_length = [&] {
-    refuse("it has " + std::to_string(source.bytes()) + " bytes, and says that it has " +
-           (rest < head_bytes + preamble.body_bytes ? "more" : "fewer"));
-  };
-  if (rest < head_bytes || rest - head_bytes < preamble.body_bytes) wrong_length();
-  if (rest - head_bytes != parked_body_bytes(preamble.body_bytes)) wrong_length();
+  // What cannot be is not computed with: its checksums would make a number of 64 bits wrap around.
+  if (preamble.body_bytes > kMostBodyBytes) refuse("it says that it has more bytes than a file may have");
+  const std::uint64_t said = kPreambleBytes + head_bytes + parked_body_bytes(preamble.body_bytes);
+  if (source.bytes() != said)
+    refuse("it has " + std::to_string(source.bytes()) + " bytes, and says that it has " + std::to_string(said) +
+           (source.bytes() < said ? ": it was cut" : ": something was written behind it"));
   std::vector<std::byte> scratch;
   const auto bytes = source.read(kPreambleBytes, head_bytes, scratch);
   require_checked(bytes, "head");

@@ -20,7 +20,23 @@ bool ranks(const PolicySpec& spec) noexcept { return spec.sources != 0 && !spec.
 /// Whether tokens are chosen by their 4-bit copies: of all, or of those in chosen pages.
 bool by_copies(const PolicySpec& spec) noexcept {
   const bool cut = spec.budget.kind == BudgetKind::top_k || spec.budget.kind == BudgetKind::top_p;
-  return (only(spec, Source::exact) || only(spec, Source::pages)) && spec.estimate == Estimate::int4 && cut;
+  return (only(spec, Source::exact) || only(spec, Source::pages)) && spec.estimate == Estimate::int4 &&
+         (cut || spec.budget.kind == BudgetKind::drawn);
+}
+
+/// Whether tokens are drawn, and divided by their chance.
+bool draws(const PolicySpec& spec) noexcept { return by_copies(spec) && spec.budget.kind == BudgetKind::drawn; }
+
+/// Scores that each query head looks for, of `tokens` tokens: one more than it draws, which says what chance those had.
+std::uint32_t picks_per_head(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept {
+  return tokens_per_head(spec, tokens, shape) + (draws(spec) ? 1 : 0);
+}
+
+/// The draws of a sequence of so many tokens.
+SampleDraws draws_of(const PolicySpec& spec, std::uint32_t tokens) noexcept {
+  const std::uint32_t turn = spec.budget.redraw == 0 ? 0 : tokens / spec.budget.redraw;
+  return {.key = mix_bits(spec.budget.seed ^ mix_bits(turn)),
+          .kind = spec.budget.group_draws ? SampleDraws::Kind::group : SampleDraws::Kind::head};
 }
 
 /// Whether clusters are chosen by 4-bit copies of some of their keys.
@@ -57,6 +73,13 @@ std::uint32_t recent_begin(const PolicySpec& spec, std::uint32_t tokens, std::ui
   const std::uint32_t begin = tokens - std::min(recent_of(spec), tokens);
   const bool opens = spec.uses(Source::pages) && chooser(spec) == Chooser::device;
   return opens ? std::min(begin, newest_page(tokens, page_tokens)) : begin;
+}
+
+/// A row with nothing to draw: all its tokens are attended, with certainty.
+void attend_all(ForwardRow& row) noexcept {
+  row.sink_end = row.recent_begin = row.tokens;
+  row.picks = 0;
+  row.draws = {};
 }
 
 std::string why_neither(const PolicySpec& spec) {
@@ -99,7 +122,7 @@ bool somewhere_whole(const PolicySpec& spec) noexcept {
 /// The features of a bucket that its rows need.
 Bucket features(const PolicySpec& spec) noexcept {
   const bool by_device = chooser(spec) == Chooser::device && ranks(spec) && !whole_pages(spec);
-  return {.top_k = by_device && spec.budget.kind == BudgetKind::top_k,
+  return {.top_k = by_device && (spec.budget.kind == BudgetKind::top_k || draws(spec)),
           .unbounded = somewhere_whole(spec) || (by_device && by_share(spec)),
           .pages = spec.uses(Source::pages),
           .rehearsed = spec.rehearsed};
@@ -122,9 +145,10 @@ std::uint64_t window_of(const PolicySpec& spec, std::uint32_t page_tokens) noexc
   return std::uint64_t{spec.near.sink_tokens} + std::max(recent_of(spec), spec.uses(Source::pages) ? page_tokens : 0);
 }
 
-/// Whether there must be room for a window: pages of it are estimated apart from those that are chosen.
+/// Whether there must be room for a window: pages of it are estimated apart from those that are chosen, and the chances
+/// of what was drawn are listed beside it.
 bool bounds_window(const PolicySpec& spec, const Bucket& bucket) noexcept {
-  return !bucket.unbounded || spec.uses(Source::pages);
+  return !bucket.unbounded || spec.uses(Source::pages) || draws(spec);
 }
 
 /// Whether pages are attended as they are, whoever chooses them. Of a progressive budget the open one is far,
@@ -187,7 +211,8 @@ bool remembers(const PolicySpec& spec) noexcept {
 }
 
 bool corrects_scores(const PolicySpec& spec) noexcept {
-  return spec.budget.kind == BudgetKind::sampled || spec.budget.kind == BudgetKind::verified;
+  return spec.budget.kind == BudgetKind::sampled || spec.budget.kind == BudgetKind::verified ||
+         spec.budget.kind == BudgetKind::drawn;
 }
 
 bool may_be_dense(const PolicySpec& spec) noexcept { return chooser(spec) == Chooser::device && !by_clusters(spec); }
@@ -196,7 +221,7 @@ ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const R
   ForwardNeeds needs{.bucket = features(spec)};
   if (bounds_window(spec, needs.bucket)) needs.window = static_cast<std::uint32_t>(window_of(spec, shape.page_tokens));
   needs.bucket.top_k |= forecasts(spec);
-  if (needs.bucket.top_k && !by_share(spec)) needs.picks = tokens_per_head(spec, tokens, shape);
+  if (needs.bucket.top_k && !by_share(spec)) needs.picks = picks_per_head(spec, tokens, shape);
   if (by_clusters(spec)) needs.clusters = ClusterSchedule::most_clusters(spec.clusters, tokens);
   if (!needs.bucket.pages) return needs;
   needs.ranked = by_pages(spec) ? kAllPages : pages_per_head(spec, tokens / shape.page_tokens, tokens, shape);
@@ -260,6 +285,10 @@ ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, const RowSh
   if (by_share(spec)) {
     row.most = most_per_head(spec, tokens, shape);
     row.mass = row.most == 0 ? 0.f : spec.budget.mass;
+  } else if (draws(spec)) {
+    row.picks = picks_per_head(spec, tokens, shape);
+    row.draws = draws_of(spec, tokens);
+    if (row.picks >= candidates) attend_all(row);
   } else {
     row.picks = std::min(tokens_per_head(spec, tokens, shape), candidates);
   }
@@ -311,6 +340,7 @@ ForwardRow forward_team(const PolicySpec& spec, std::uint32_t tokens, std::uint3
     row.most = last.most;
   }
   row.picks = std::min(std::max(row.picks, last.picks), candidates);
+  if (row.draws.any() && row.picks == candidates) attend_all(row);
   return row;
 }
 

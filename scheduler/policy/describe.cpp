@@ -161,6 +161,15 @@ std::string within_words(const BudgetOptions& budget) {
   return text;
 }
 
+std::string drawn_words(const BudgetOptions& budget) {
+  const BudgetOptions usual;
+  std::string text = "sample=" + larger_of(budget.min_tokens, budget.share, usual.min_tokens);
+  if (budget.seed != usual.seed) text += ",seed=" + std::to_string(budget.seed);
+  if (budget.redraw != usual.redraw) text += ",redraw=" + std::to_string(budget.redraw);
+  if (budget.group_draws) text += ",draws=group";
+  return text;
+}
+
 std::string budget_words(const BudgetOptions& budget) {
   const BudgetOptions usual;
   switch (budget.kind) {
@@ -170,6 +179,7 @@ std::string budget_words(const BudgetOptions& budget) {
     case BudgetKind::sampled: return "sampled";
     case BudgetKind::verified: return verified_words(budget);
     case BudgetKind::within: return within_words(budget);
+    case BudgetKind::drawn: return drawn_words(budget);
     case BudgetKind::progressive: break;
   }
   std::string text = "progressive=" + number(budget.mass);

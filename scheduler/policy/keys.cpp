@@ -30,6 +30,12 @@ HistoryTables read_tables(const Word& word) {
   word.fail("are no tables of the history; there are both, vertical, slash");
 }
 
+bool read_draws(const Word& word) {
+  if (word.value == "head") return false;
+  if (word.value == "group") return true;
+  word.fail("names no draws; there are head and group");
+}
+
 /// Pages by a budget of tokens, as Quest and ArkVale count.
 void read_page_tokens(const Word& word, PageSourceOptions& pages) {
   pages.min_tokens = read_count(word);
@@ -64,7 +70,7 @@ void read_flat_budget(PolicySpec& spec, const Word& word) {
     word.fail("means nothing here: how much is attended depends on how near scores are to the best; write most=COUNT");
   if (spec.budget.kind == BudgetKind::verified)
     word.fail("means nothing here: how much is attended depends on the error that is allowed; write heavy=COUNT");
-  if (spec.budget.kind != BudgetKind::top_k) {
+  if (spec.budget.kind != BudgetKind::top_k && spec.budget.kind != BudgetKind::drawn) {
     word.fail("means nothing here: this policy keeps a share of the softmax mass; write mass=SHARE");
   }
   read_larger_of(word, spec.budget.min_tokens, spec.budget.share);
@@ -73,7 +79,7 @@ void read_flat_budget(PolicySpec& spec, const Word& word) {
 void read_mass(PolicySpec& spec, const Word& word) {
   const BudgetKind kind = spec.budget.kind;
   if (kind == BudgetKind::top_k || kind == BudgetKind::sampled || kind == BudgetKind::verified ||
-      kind == BudgetKind::within) {
+      kind == BudgetKind::within || kind == BudgetKind::drawn) {
     word.fail("means nothing here: the policy's budget is no share of the softmax mass");
   }
   spec.budget.mass = read_share(word);
@@ -139,6 +145,9 @@ constexpr Key kKeys[] = {
     {"delta", Room::verified, [](S& s, const W& w) { s.budget.delta = read_share(w); }},
     {"heavy", Room::verified, [](S& s, const W& w) { read_larger_of(w, s.budget.min_tokens, s.budget.share); }},
     {"sample", Room::verified, [](S& s, const W& w) { s.budget.sample = read_share(w); }},
+    {"seed", Room::drawn, [](S& s, const W& w) { s.budget.seed = read_count(w); }},
+    {"redraw", Room::drawn, [](S& s, const W& w) { s.budget.redraw = read_count(w); }},
+    {"draws", Room::drawn, [](S& s, const W& w) { s.budget.group_draws = read_draws(w); }},
     {"most", Room::within, [](S& s, const W& w) { read_larger_of(w, s.budget.min_tokens, s.budget.share); }},
     {"check", Room::bypass, [](S& s, const W& w) { s.bypass_checked = read_switch(w); }},
     {"local", Room::bypass, [](S& s, const W& w) { s.history.local_tokens = read_count(w); }},
@@ -158,6 +167,7 @@ const char* to_words(Room room) noexcept {
     case Room::progressive: return "progressive";
     case Room::verified: return "verified";
     case Room::within: return "within";
+    case Room::drawn: return "sample";
     case Room::skewed: return "skewed";
     case Room::bypass: return "bypass";
     case Room::near: return "near";
@@ -180,6 +190,7 @@ bool reads(const PolicySpec& spec, const Key& key) noexcept {
     case Room::progressive: return scored && spec.budget.kind == BudgetKind::progressive;
     case Room::verified: return scored && spec.budget.kind == BudgetKind::verified;
     case Room::within: return scored && spec.budget.kind == BudgetKind::within;
+    case Room::drawn: return scored && spec.budget.kind == BudgetKind::drawn;
     case Room::skewed: return spec.estimate == Estimate::skewed;
     case Room::bypass: return spec.bypass_threshold > 0.f;
     case Room::near:
@@ -221,12 +232,15 @@ std::string names(Room room) {
 /// Calls `use` with every key=value of the options, in order.
 template <class Use>
 void for_each_option(const Word& options, Room room, Use&& use) {
+  std::vector<std::string_view> set;
   for (const Word& option : split(options, ',')) {
     const Halves halves = halve(option, '=');
     if (!halves.both)
       option.fail("is not key=value; the keys of " + std::string(to_words(room)) + " are " + names(room));
     const Key* key = find(halves.first.value, room);
     if (key == nullptr) halves.first.fail("is no key of " + std::string(to_words(room)) + "; there are " + names(room));
+    if (std::ranges::find(set, key->name) != set.end()) halves.first.fail("is set twice; leave one of both out");
+    set.push_back(key->name);
     use(*key, halves.first, halves.second);
   }
 }

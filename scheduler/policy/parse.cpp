@@ -167,6 +167,12 @@ constexpr Stage kStages[] = {
        s.budget.kind = BudgetKind::within;
        s.budget.alpha = read_number(w);
      }},
+    {"sample", true, Room::drawn,
+     [](const Word& w, PolicySpec& s) {
+       require_choosing(w, s);
+       s.budget.kind = BudgetKind::drawn;
+       read_larger_of(w, s.budget.min_tokens, s.budget.share);
+     }},
     {"far", true, Room::flat,
      [](const Word& w, PolicySpec& s) {
        require_choosing(w, s);
@@ -194,6 +200,31 @@ void apply_stage(const Word& word, PolicySpec& spec) {
   if (first.both && stage->options == Room::flat) first.second.fail("is not wanted here: the stage has no options");
   stage->apply(halves.second, spec);
   if (first.both) apply_options(first.second, stage->options, spec);
+}
+
+/// What a stage sets: stages that take each other's place set the same.
+std::string_view setting_of(std::string_view stage) noexcept {
+  constexpr std::string_view kEstimates[] = {"int4", "hadamard", "channels", "skewed"};
+  constexpr std::string_view kBudgets[] = {"top_k", "top_p", "fitted", "progressive", "sampled", "verified", "within"};
+  if (std::ranges::find(kEstimates, stage) != std::end(kEstimates)) return "an estimate";
+  if (std::ranges::find(kBudgets, stage) != std::end(kBudgets)) return "a budget";
+  return stage;
+}
+
+/// Applies stages; a text that sets something twice does not say which of both it means.
+void apply_stages(const Word& head, std::span<const Word> stages, PolicySpec& spec) {
+  std::vector<std::string_view> set;
+  if (find_preset(halve(head, ':').first.value) != nullptr) {  // Whose options have names of stages.
+    for (const Word& option : split(halve(head, ':').second, ',')) set.push_back(halve(option, '=').first.value);
+  }
+  for (const Word& stage : stages) {
+    apply_stage(stage, spec);
+    const Word name = halve(halve(stage, ',').first, '=').first;
+    const std::string_view setting = setting_of(name.value);
+    if (std::ranges::find(set, setting) != set.end())
+      name.fail("sets what this policy has set before it; leave one of both out");
+    set.push_back(setting);
+  }
 }
 
 /// Of the budget, only what its kind reads. A stage may have taken the place of another, or of a preset's, and what
@@ -225,6 +256,13 @@ BudgetOptions what_is_read(const BudgetOptions& budget) {
       read.share = budget.share;
       read.alpha = budget.alpha;
       break;
+    case BudgetKind::drawn:
+      read.min_tokens = budget.min_tokens;
+      read.share = budget.share;
+      read.seed = budget.seed;
+      read.redraw = budget.redraw;
+      read.group_draws = budget.group_draws;
+      break;
   }
   return read;
 }
@@ -235,7 +273,7 @@ PolicySpec parse_policy(std::string_view text) {
   const Word whole{.text = text, .value = text};
   const std::vector<Word> parts = split(whole, '|');
   PolicySpec spec = read_head(parts.front());
-  for (const Word& stage : std::span(parts).subspan(1)) apply_stage(stage, spec);
+  apply_stages(parts.front(), std::span(parts).subspan(1), spec);
   if (spec.name.empty() || parts.size() > 1) spec.name = whole.part(text).value;
   try {
     validate(spec);

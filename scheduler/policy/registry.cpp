@@ -25,7 +25,7 @@ const std::vector<PolicyPreset>& policy_presets() {
       {adamas_spec(), "tokens ranked by 2 bits of each channel of their Hadamard transforms (Adamas)"},
       {infinigen_spec(), "tokens ranked before the layer begins, by a few skewed channels (InfiniGen)"},
       {lfps_spec(), "candidates from attention history (LFPS)"},
-      {sluice_spec(), "the best tokens by 4-bit copies of all keys: the default"},
+      {sluice_spec(), "tokens drawn by 4-bit copies of all keys, divided by their chance: the default"},
   };
   return presets;
 }
@@ -79,6 +79,8 @@ std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const Att
     case BudgetKind::sampled: return make_sampled_policy(spec, shape);
     case BudgetKind::verified: return make_verified_policy(spec, shape, page_tokens, layer);
     case BudgetKind::within: return make_within_policy(spec, shape, page_tokens);
+    case BudgetKind::drawn:
+      throw Error(Errc::unsupported, "sample is chosen by the device of an Engine, which has the 4-bit copies");
     case BudgetKind::top_k:
     case BudgetKind::top_p: break;
   }

@@ -56,6 +56,7 @@ enum class Room : std::uint8_t {
   progressive,
   verified,
   within,
+  drawn,
   skewed,
   bypass,
   near,

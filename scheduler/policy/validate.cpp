@@ -107,6 +107,7 @@ void check_budget(const BudgetOptions& budget) {
   check_open("budget.delta", budget.delta, 0.5, "(0, 0.5]");
   check_open("budget.sample", budget.sample, 1.0, "(0, 1]");
   check_open("budget.alpha", budget.alpha, 1000.0, "(0, 1000]");
+  check_count("budget.redraw", budget.redraw, 0, kMost);
 }
 
 void check_far(const FarOptions& far) {
@@ -128,7 +129,7 @@ void check_enums(const PolicySpec& spec) {
   check_enum("history.tables", spec.history.tables, HistoryTables::slash);
   check_enum("estimate", spec.estimate, Estimate::skewed);
   check_enum("rest", spec.rest, RestKind::mean);
-  check_enum("budget.kind", spec.budget.kind, BudgetKind::within);
+  check_enum("budget.kind", spec.budget.kind, BudgetKind::drawn);
   check_enum("snapshot.pooling", spec.snapshot.pooling, Pooling::mean);
   check_enum("budget.rule", spec.budget.rule, ProgressRule::certified);
   check_enum("pages.digest", spec.pages.digest, DigestKind::cuboid_mean);
@@ -178,6 +179,9 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
             "within=4, or use top_k");
   refuse_if(scored && skewed && kind != BudgetKind::within,
             "skewed estimates how far scores are from the best, for within; write within=4, or channels=16 with top_k");
+  refuse_if(scored && kind == BudgetKind::drawn && !(only(Source::exact) && spec.estimate == Estimate::int4),
+            "sample draws among all tokens by their 4-bit copies, which tell each token's chance; write exact | int4 | "
+            "sample=128");
   refuse_if(spec.rehearsed && kind != BudgetKind::within,
             "rehearsed queries choose by skewed channels within a distance of the best; write exact | skewed=20% | "
             "rehearsed | within=4, or drop rehearsed");
@@ -215,9 +219,10 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
   const bool samples = kind == BudgetKind::sampled || kind == BudgetKind::verified;
   refuse_if(scored && samples && !spec.far.all(),
             "a sample that is cut by score no longer stands for what one query would attend; drop far, or use top_k");
-  refuse_if(
-      scored && (own_scores || samples || kind == BudgetKind::within) && spec.bypass_threshold > 0.f,
-      "the bypass works with top_k and top_p; fitted, progressive, sampled, verified and within have no place for it");
+  refuse_if(scored && (own_scores || samples || kind == BudgetKind::within || kind == BudgetKind::drawn) &&
+                spec.bypass_threshold > 0.f,
+            "the bypass works with top_k and top_p; fitted, progressive, sampled, verified, within and sample have no "
+            "place for it");
   const bool by_copies = only(Source::exact) && spec.estimate == Estimate::int4;
   refuse_if(spec.rest != RestKind::none && (!by_copies || (kind != BudgetKind::top_k && kind != BudgetKind::top_p)),
             "a rest is weighed by 4-bit scores of all tokens; write exact | int4 with top_k or top_p, or rest=none");

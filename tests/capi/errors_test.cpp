@@ -36,6 +36,30 @@ TEST_CASE("a sequence that is not there is not found", "[capi][errors]") {
   refused([&] { return sluice_engine_audit_heads(engine, gone, heads.data(), heads.size()); });
 }
 
+TEST_CASE("a list is not read before its count can be one", "[capi][errors]") {
+  const SmallEngine small;
+  const std::int32_t id = 1;
+  const std::uint32_t token = 1;
+  const sluice_plan_item item = small.item();
+  auto head = sized<sluice_head_audit>();
+  std::uint64_t number = 7;
+  for (const std::size_t count : {std::size_t{100'000}, std::size_t{1} << 61, ~std::size_t{0}}) {
+    CAPTURE(count);
+    const std::string words = std::to_string(count);
+    check_fails([&] { return sluice_engine_plan(small.engine, &item, count, &small.bucket, nullptr, &number); },
+                SLUICE_INVALID_ARGUMENT, {"item_count is " + words, "sequences 2"});
+    check_fails([&] { return sluice_engine_watch(small.engine, small.sequence, &token, count); },
+                SLUICE_INVALID_ARGUMENT, {words + " tokens"});
+    check_fails([&] { return sluice_engine_begin_prompt(small.engine, kPolicy, &id, count, 0, &number); },
+                SLUICE_OUT_OF_CAPACITY, {words + " tokens"});
+    check_fails([&] { return sluice_engine_name_tokens(small.engine, small.sequence, 0, &id, count); },
+                SLUICE_OUT_OF_CAPACITY, {"would be names of more"});
+    check_fails([&] { return sluice_engine_audit_heads(small.engine, small.sequence, &head, count); },
+                SLUICE_INVALID_ARGUMENT, {"head_count is " + words});
+  }
+  CHECK(number == 7);
+}
+
 TEST_CASE("a policy is refused where it is wrong, or not served", "[capi][errors]") {
   const SmallEngine small;
   sluice_sequence s = 0;

@@ -215,9 +215,9 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   refused({"scale is -1"}, [](auto& o) { o.scale = -1.f; });
   refused({"softcap is nan"}, [](auto& o) { o.softcap = NAN; });
   refused({"softcap is inf"}, [](auto& o) { o.softcap = INFINITY; });
-  refused({"windows", "window_count"}, [](auto& o) { o.window_count = 1; });
+  refused({"windows", "window_count"}, [](auto& o) { o.window_count = kLayers; });
   static constexpr std::uint32_t kMany[64] = {};
-  refused({"number of windows is 64", "layers"}, [](auto& o) { o.window_count = 64, o.windows = kMany; });
+  refused({"window_count is 64", "layers"}, [](auto& o) { o.window_count = 64, o.windows = kMany; });
   refused({"largest.drafts is 33"}, [](auto& o) { o.largest_drafts = 33; });
   refused({"layers"}, [](auto& o) { o.layers = 0; });
   refused({"q_heads"}, [](auto& o) { o.q_heads = 3; });
@@ -249,4 +249,34 @@ TEST_CASE("buckets and items that have no such value are refused by name", "[cap
   item = small.item();
   item.reserved = 1;
   check_fails(plan, SLUICE_INVALID_ARGUMENT, {"sluice_plan_item.reserved is 1"});
+}
+
+TEST_CASE("an array of options is not read before its count can be one", "[capi][options][errors]") {
+  const std::uint32_t one[] = {0};  // Behind it lies what is not ours.
+  sluice_engine* engine = nullptr;
+  auto memory = sized<sluice_memory>();
+  std::uint64_t near = 0;
+  const auto refused = [&](const sluice_engine_options& options, const std::vector<std::string>& words) {
+    auto room = options;
+    check_fails([&] { return sluice_engine_create(&options, &engine); }, SLUICE_INVALID_ARGUMENT, words);
+    check_fails([&] { return sluice_engine_options_memory_needed(&options, &memory); }, SLUICE_INVALID_ARGUMENT, words);
+    check_fails([&] { return sluice_engine_options_near_within(&options, 1, &near); }, SLUICE_INVALID_ARGUMENT, words);
+    check_fails([&] { return sluice_engine_options_make_room_for(&room, "full", 1); }, SLUICE_INVALID_ARGUMENT, words);
+  };
+  for (const std::uint32_t count : {1u, kLayers + 1, 100'000u, 0xffff'ffffu}) {
+    CAPTURE(count);
+    auto options = small_options();
+    options.windows = one;
+    options.window_count = count;
+    refused(options, {"window_count is " + std::to_string(count), "layers, 2"});
+    if (count < 100'000) continue;  // As many processors as this machine may have.
+    options = small_options();
+    options.cores = one;
+    options.core_count = count;
+    refused(options, {"core_count is " + std::to_string(count), "processors"});
+  }
+  auto options = small_options();
+  options.windows = one;
+  options.window_count = options.layers = 0xffff'ffff;
+  refused(options, {"layers is 4294967295"});
 }

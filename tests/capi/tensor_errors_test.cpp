@@ -45,6 +45,15 @@ std::vector<Spoiler> spoilers() {
          t.set_strides({-64, 64, 1});
        },
        {".strides[0] is -64", "negative"}},
+      {"far tokens", [](CTensor& t) { t.set_strides({std::int64_t{1} << 62, 64, 1}); }, {".shape and .strides", "further"}},
+      {"far heads", [](CTensor& t) { t.set_strides({64, std::int64_t{1} << 62, 1}); }, {".shape and .strides", "further"}},
+      {"both far",
+       [](CTensor& t) {
+         t.set_strides({std::int64_t{1} << 62, std::int64_t{1} << 61, 1});
+       },
+       {".shape and .strides", "further"}},
+      {"far offset", [](CTensor& t) { t.tensor.byte_offset = ~std::uint64_t{63}; }, {".shape and .strides", "byte_offset"}},
+      {"huge heads", [](CTensor& t) { t.shape[1] = t.shape[2] = 0xffff'ffff; }, {".shape"}},
       {"mirrored",
        [](CTensor& t) {
          t.set_strides({t.shape[1] * 64, 64, -1});

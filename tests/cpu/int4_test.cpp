@@ -4,16 +4,17 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu/backend/verbs.hpp"
 #include "cpu/kernels/kernels.hpp"
 #include "tests/cpu/backend_cases.hpp"
 #include "tests/support/catch.hpp"
-#include "tests/support/prune_reference.hpp"
+#include "tests/support/int4_support.hpp"
 
 namespace sluice::test {
 namespace {
 
 /// Copies of all pages by one variant, page after page.
-std::vector<std::byte> copies_of(const Problem& problem, const cpu::Kernels& kernels) {
+std::vector<std::byte> copies_of(const Problem& problem, const float* mean, const cpu::Kernels& kernels) {
   const Int4Layout layout(problem.layout());
   std::vector<std::byte> copies(problem.frames().size() * layout.page_bytes());
   for (std::size_t page = 0; page < problem.frames().size(); ++page) {
@@ -21,6 +22,7 @@ std::vector<std::byte> copies_of(const Problem& problem, const cpu::Kernels& ker
     kernels.element[static_cast<int>(problem.options().dtype)].make_codes({.k = problem.kv().page(page),
                                                                            .codes = to,
                                                                            .params = to + layout.params_offset(),
+                                                                           .mean = mean,
                                                                            .rows = layout.page_tokens,
                                                                            .head_dim = layout.head_dim});
   }
@@ -36,10 +38,11 @@ TEST_CASE("every variant makes the same 4-bit copies and estimates alike", "[cpu
   CAPTURE(to_string(dtype), head_dim, group);
   const Problem problem({.dtype = dtype, .tokens = 7 * 16, .head_dim = head_dim, .group = group, .outlier = 1e3});
   const Int4Layout layout(problem.layout());
-  const std::vector<std::byte> expected = copies_of(problem, *cpu::available_kernels().front());
+  const std::vector<float> mean = int4_copies::mean_key(problem);
+  const std::vector<std::byte> expected = copies_of(problem, mean.data(), *cpu::available_kernels().front());
   for (const cpu::Kernels* kernels : cpu::available_kernels()) {
     CAPTURE(kernels->name);
-    const std::vector<std::byte> copies = copies_of(problem, *kernels);
+    const std::vector<std::byte> copies = copies_of(problem, mean.data(), *kernels);
     REQUIRE(copies == expected);
     std::vector<const std::byte*> codes, params;
     for (std::uint32_t token = 0; token < problem.options().tokens; token += 1 + token % 3) {
@@ -49,6 +52,7 @@ TEST_CASE("every variant makes the same 4-bit copies and estimates alike", "[cpu
     }
     std::vector<float> out(codes.size() * group + 1, 1234.f);
     kernels->score_int4({.q = problem.q(),
+                         .mean = mean.data(),
                          .scale = problem.shape().score_scale(),
                          .codes = codes.data(),
                          .params = params.data(),
@@ -63,15 +67,43 @@ TEST_CASE("every variant makes the same 4-bit copies and estimates alike", "[cpu
     for (std::uint32_t token = 0; token < problem.options().tokens; token += 1 + token % 3) {
       const DecodedRow row = decode_row(copies.data() + token / 16 * layout.page_bytes(), layout, token % 16);
       for (std::uint32_t head = 0; head < group; ++head, ++i) {
+        std::vector<double> q;
         double logit = 0.0, size = 0.0;
         for (std::uint32_t c = 0; c < head_dim; ++c) {
-          logit += problem.q(head, c) * row.at(c);
-          size += std::abs(problem.q(head, c)) * (15.0 * row.scale + std::abs(row.zero));
+          q.push_back(double{problem.q(head, c)});
+          logit += q[c] * double{mean[c]};
+          size += std::abs(q[c] * double{mean[c]});
+        }
+        q = rotated(q);
+        for (std::uint32_t c = 0; c < head_dim; ++c) {
+          logit += q[c] * row.at(c);
+          size += std::abs(q[c]) * (15.0 * row.scale + std::abs(row.zero));
         }
         const double root = std::sqrt(static_cast<double>(head_dim));
         if (std::abs(out[i] - logit / root) > 2e-6 * size / root) FAIL("token " << token << ", head " << head);
       }
     }
+  }
+}
+
+TEST_CASE("the mean key is that of the rows of a page, without what is no finite number", "[cpu][int4]") {
+  const auto dtype = GENERATE(DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3);
+  const auto page_tokens = GENERATE(8u, 16u, 32u);
+  CAPTURE(to_string(dtype), page_tokens);
+  Problem problem({.dtype = dtype, .tokens = 2 * page_tokens, .head_dim = 96, .page_tokens = page_tokens});
+  for (std::uint32_t token = 0; token < page_tokens; ++token) problem.set_k(token, 7, 100.0 + token);
+  problem.set_k(3, 5, std::nan(""));
+  if (dtype != DType::fp8_e4m3) problem.set_k(4, 6, INFINITY);
+  if (dtype == DType::f32) {
+    for (std::uint32_t token = 0; token < page_tokens; ++token) problem.set_k(token, 8, 3e38);  // Their sum is none.
+  }
+  for (const cpu::Kernels* kernels : cpu::available_kernels()) {
+    CAPTURE(kernels->name);
+    std::vector<float> mean(97, 1234.f);
+    cpu::key_mean(*kernels, problem.layout(), problem.kv().page(0), mean.data());
+    REQUIRE(mean.back() == 1234.f);
+    mean.pop_back();
+    REQUIRE(mean == int4_copies::mean_key(problem));
   }
 }
 

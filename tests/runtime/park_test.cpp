@@ -21,6 +21,21 @@ runtime::ParkHead head_of(const Area& area) {
   return runtime::read_head(source);
 }
 
+template <class Call>
+std::string message_of(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return {};
+}
+
+bool says(const std::string& text, const std::string& words) {
+  INFO(text);
+  return text.find(words) != std::string::npos;
+}
+
 /// The same body under another head.
 Area with_head(const Area& area, const runtime::ParkHead& head) {
   const std::size_t body = runtime::parked_body_bytes(head_of(area).body_bytes());
@@ -55,6 +70,65 @@ TEST_CASE("a parked sequence that ends too early shows, and one that ends too la
   for (int i = 0; i < 20; ++i) {
     longer.push_back(std::byte{0});
     REQUIRE(parked.refused(longer) == Errc::corrupt);
+  }
+}
+
+TEST_CASE("a parked sequence of another length says which it has and should have", "[park]") {
+  Parked parked(12);
+  const std::size_t whole = parked.area.size();
+  const auto refusal = [&](std::span<const std::byte> bytes) {
+    return message_of([&] { (void)parked.engine.resume(bytes, "model"); });
+  };
+  const std::string should = "says that it has " + std::to_string(whole);
+  // Down to where less than its head is left, and among its checksums.
+  for (const std::size_t missing : {std::size_t{1}, std::size_t{15}, std::size_t{17}, whole - 40}) {
+    CAPTURE(missing);
+    const std::string text = refusal(std::span(parked.area).first(whole - missing));
+    REQUIRE(says(text, "it has " + std::to_string(whole - missing) + " bytes"));
+    REQUIRE(says(text, should + ": it was cut"));
+  }
+  Area longer = parked.area;
+  longer.push_back(std::byte{0});
+  REQUIRE(says(refusal(longer), should + ": something was written behind it"));
+  // Lengths whose sum with that of their checksums is one of 64 bits again.
+  for (const std::uint64_t lie : {~std::uint64_t{0}, std::uint64_t{1} << 63, ~std::uint64_t{0} / 65537 * 65536}) {
+    CAPTURE(lie);
+    Area area = parked.area;
+    std::memcpy(area.data() + 16, &lie, sizeof lie);
+    seal(area);
+    REQUIRE(says(refusal(area), "more bytes than a file may have"));
+  }
+}
+
+TEST_CASE("a parked sequence goes on with its own windows alone, however few tokens it has", "[park][windows]") {
+  const EngineRig rig = engine_rig();
+  const std::uint32_t tokens = GENERATE(0u, 5u, 16u);
+  const AttentionShape shape{.layers = 2, .q_heads = 2, .kv_heads = 1, .head_dim = 16};
+  using Windows = std::vector<std::uint32_t>;
+  const auto with = [&](const Windows& windows) {
+    EngineOptions own = options();
+    own.shape = shape;
+    own.windows = windows;
+    return Engine(own, rig.device);
+  };
+  const Story story(shape, 20, 403);
+  for (const Windows& parked_with : {Windows{16, 0}, Windows{}, Windows{0, 0}}) {
+    Engine from = with(parked_with);
+    Teller teller{.story = &story, .id = from.begin(parse_policy("full"))};
+    if (tokens != 0) import_story(from, rig, teller, tokens);
+    Area area(from.park_bytes(teller.id));
+    (void)from.park(teller.id, area);
+    for (const Windows& here : {Windows{16, 0}, Windows{}, Windows{0, 16}, Windows{24, 0}}) {
+      CAPTURE(tokens, parked_with, here);
+      const bool same = (parked_with == Windows{16, 0}) == (here == Windows{16, 0}) && here != Windows{0, 16} &&
+                        here != Windows{24, 0};
+      Engine into = with(here);
+      if (same) {
+        REQUIRE(into.tokens(into.resume(area)) == tokens);
+      } else {
+        REQUIRE(says(message_of([&] { (void)into.resume(area); }), "EngineOptions::windows has"));
+      }
+    }
   }
 }
 

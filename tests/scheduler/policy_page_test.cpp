@@ -81,6 +81,7 @@ std::string policy_with(const std::string& option, bool is_source) {
   // Stages of one policy, which do not go without each other.
   if (option.rfind("skewed", 0) == 0) return "exact | within=4 | " + option;
   if (option.rfind("within", 0) == 0) return "exact | skewed=20% | " + option;
+  if (option.rfind("sample=", 0) == 0) return "exact | int4 | " + option;
   if (option == "rehearsed") return "exact | skewed=20% | within=4 | dense=1 | rehearsed";
   const char* source = option.rfind("fitted", 0) == 0        ? "clusters"
                        : option.rfind("progressive", 0) == 0 ? "pages"
@@ -126,8 +127,9 @@ TEST_CASE("the page's options have the defaults that it says", "[policy_page]") 
     for (const auto& row : *table) {
       std::string option = row.at(0);
       const bool given = holds(option, "TOKENS");  // No default: that it parses is all.
-      option = replaced(replaced(replaced(replaced(option, "TOKENS", "512"), "CHANNELS", "16"), "SHARE", "0.9"),
-                        "LOGITS", "4");
+      for (const auto& [word, value] : {std::pair{"TOKENS", "512"}, {"CHANNELS", "16"}, {"SHARE", "0.9"},
+                                        {"LOGITS", "4"}, {"sample=COUNT", "sample=128"}})
+        option = replaced(option, word, value);
       CAPTURE(option);
       const std::size_t list = is_source ? option.find(':') : holds(option, "(") ? std::string::npos : option.find(',');
       const bool has_default = is_source || list != std::string::npos || (holds(option, "=") && option == row.at(0));
@@ -168,6 +170,8 @@ TEST_CASE("no source, stage or option is missing on the page", "[policy_page]") 
   }
   for (const std::string& key : words_after("exact | verified=0.9,no_such_key=1"))
     named("### Stages", "### Behind a preset's name", "verified=SHARE," + key + "=");
+  for (const std::string& key : words_after("exact | int4 | sample=9,no_such_key=1"))
+    named("### Stages", "### Behind a preset's name", "sample=COUNT," + key + "=");
   for (const std::string stage : {"progressive=SHARE", "bypass=SHARE", "near=0%", "dense=0"}) {
     const std::string policy = "pages | " + replaced(stage, "SHARE", "0.9") + ",no_such_key=1";
     for (const std::string& key : words_after(policy))
@@ -190,7 +194,7 @@ TEST_CASE("the page's presets are those that there are, and it says who chooses"
 
 TEST_CASE("who chooses is what the page says", "[policy_page]") {
   using scheduler::Chooser;
-  for (const char* text : {"all", "none", "exact | int4", "exact | int4 | top_p=0.9", "pages | int4",
+  for (const char* text : {"all", "none", "exact | int4", "exact | int4 | top_p=0.9", "exact | int4 | sample=9", "pages | int4",
                            "pages | int4 | top_p=0.9", "pages | top_k=all"})
     REQUIRE(scheduler::chooser(parse_policy(text)) == Chooser::device);
   for (const char* text :

@@ -17,6 +17,7 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
   expect(complaint("history+pages | progressive=0.95"), {"progressive walks", "pages | progressive=0.95"});
   expect(complaint("pages | progressive=0.95,rule=certified"), {"digest box", "pages:box"});
   expect(complaint("pages | sampled"), {"sampled corrects", "lsh | sampled"});
+  expect(complaint("pages | int4 | sample=64"), {"sample draws among all tokens", "exact | int4 | sample=128"});
   expect(complaint("lsh | int4 | sampled"), {"estimate candidates", "scores as it goes"});
   expect(complaint("tactic | channels=9"), {"estimate candidates", "int4 before fitted"});
   expect(complaint("tactic | int4 | far=5000"), {"no budget of far tokens", "drop far"});
@@ -41,7 +42,7 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
   for (const char* text : {"full", "streaming", "topk", "twilight", "tactic | int4", "lfps | int4 | bypass=off",
                            "exact | int4 | verified=0.1", "exact | channels=9"})
     expect(complaint(std::string(text) + " | rest=mean"), {"4-bit scores of all tokens", "exact | int4", "rest=none"});
-  expect(complaint("sluice | rest=mean | bypass=0.8"), {"bypass=off", "rest=none"});
+  expect(complaint("exact | int4 | rest=mean | bypass=0.8"), {"bypass=off", "rest=none"});
   expect(complaint("sluice | rest=median"), {"\"median\"", "is no rest; there are none and mean"});
   expect(complaint("exact | within=4"), {"needs exact alone", "exact | skewed=20% | within=4"});
   expect(complaint("exact+pages | skewed=20% | within=4"), {"needs exact alone"});
@@ -95,6 +96,22 @@ TEST_CASE("complaints name the word, where it is, and what exists", "[policy_tex
   expect(complaint("exact | verified=0.1,mass=1"),
          {"\"mass\" at character 22 is no key of verified", "delta, heavy, sample"});
   expect(complaint("pages | bypass=sing:0.8"), {"\"sing\" at character 16 is no bypass"});
+}
+
+TEST_CASE("what a policy sets twice is refused where it comes again", "[policy_text]") {
+  expect(complaint("lfps:near=0,near=1%"), {"\"near\" at character 13", "twice"});
+  expect(complaint("full | near=0,sinks=4,sinks=5"), {"\"sinks\" at character 23", "twice"});
+  expect(complaint("history:alpha=0.3,alpha=0.3 | top_k=9"), {"\"alpha\" at character 19", "twice"});
+  expect(complaint("lfps:near=0 | near=1%"), {"\"near\" at character 15", "before it"});
+  expect(complaint("lfps | far=9 | far=all"), {"\"far\" at character 16", "before it"});
+  expect(complaint("exact | int4 | top_k=4 | top_k=5"), {"\"top_k\" at character 26", "before it"});
+  // Of stages that take each other's place.
+  expect(complaint("exact | int4 | top_k=4 | top_p=0.9"), {"\"top_p\" at character 26", "before it"});
+  expect(complaint("exact | int4 | hadamard | top_k=4"), {"\"hadamard\" at character 16", "before it"});
+  // A stage takes the place of a preset's, once.
+  REQUIRE(parse_policy("topk | top_k=5").budget.min_tokens == 5);
+  REQUIRE(parse_policy("twilight | top_k=5 | near=1%").budget.min_tokens == 5);
+  expect(complaint("twilight | top_k=5 | near=1% | top_k=6"), {"\"top_k\" at character 32", "before it"});
 }
 
 TEST_CASE("options that the policy never reads are refused", "[policy_text]") {
@@ -206,7 +223,7 @@ TEST_CASE("a value that names nothing is refused with its field", "[policy_text]
   expect(refused([](PolicySpec& spec) { spec.history.tables = static_cast<HistoryTables>(3); }),
          {"history.tables is 3", "[0, 2]"});
   expect(refused([](PolicySpec& spec) { spec.estimate = static_cast<Estimate>(5); }), {"estimate is 5", "[0, 4]"});
-  expect(refused([](PolicySpec& spec) { spec.budget.kind = static_cast<BudgetKind>(7); }), {"budget.kind is 7"});
+  expect(refused([](PolicySpec& spec) { spec.budget.kind = static_cast<BudgetKind>(8); }), {"budget.kind is 8"});
   expect(refused([](PolicySpec& spec) { spec.budget.rule = static_cast<ProgressRule>(4); }), {"budget.rule is 4"});
   expect(refused([](PolicySpec& spec) { spec.snapshot.pooling = static_cast<Pooling>(2); }), {"snapshot.pooling is 2"});
   expect(refused([](PolicySpec& spec) { spec.pages.digest = static_cast<DigestKind>(2); }), {"pages.digest is 2"});

@@ -81,6 +81,7 @@ Asked ask(BackendUnderTest& under_test, ClusterProblem& of) {
                 .clusters = options.clusters,
                 .samples = of.samples,
                 .copies = asked.copies.data.data(),
+                .mean = asked.copies.mean.data(),
                 .frames = placed.device_frames,
                 .tokens = options.problem.tokens,
                 .sinks = std::min(options.sinks, of.recent_begin()),
@@ -99,11 +100,7 @@ std::uint32_t reference_budget(const ClusterProblem& of, const Asked& asked, con
   const Problem& problem = of.problem();
   const ChooseClustersTask& task = asked.task;
   const auto score = [&](std::uint32_t token) {
-    const DecodedRow row = asked.copies.row(problem, token);
-    double dot = 0.0;
-    for (std::uint32_t c = 0; c < problem.options().head_dim; ++c)
-      dot += static_cast<double>(problem.q(h, c)) * row.at(c);
-    dot *= static_cast<double>(problem.shape().score_scale());
+    const double dot = asked.copies.estimate(problem, token, h).logit;
     const double cap = static_cast<double>(problem.options().softcap);
     return cap == 0.0 ? dot : cap * std::tanh(dot / cap);
   };

@@ -136,7 +136,7 @@ class Round {
 
 std::vector<DecodedLine> decoded_lines(const EngineRig& rig, std::uint64_t seed) {
   std::vector<DecodedLine> lines;
-  for (const char* const policy : {"sluice | rest=none", "lfps"}) {
+  for (const char* const policy : {"exact | int4 | top_k=max(64, 0.25%) | near=0%,sinks=4,recent=128", "lfps"}) {
     lines.push_back({.policy = policy,
                      .story = std::make_unique<Story>(kShape, kPrompt + kSteps, 2 * seed + lines.size()),
                      .prompt = kPrompt,

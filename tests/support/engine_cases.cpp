@@ -156,7 +156,7 @@ TEST_CASE("an engine serves every page size, group and type, and gives the log-s
   options.host_bytes = div_up(400, page_tokens) * block_bytes(options);
   options.near_bytes = 128 / page_tokens * near_block_bytes(options);
   Engine engine(options, rig.device);
-  const Story story(shape, 363, 31);
+  const Story story(shape, 363, 31, page_tokens);
   Teller teller{.story = &story,
                 .id = engine.begin(parse_policy("exact | int4 | top_k=20 | near=0,sinks=3,recent=11"))};
   import_story(engine, rig, teller, 360);

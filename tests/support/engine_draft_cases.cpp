@@ -30,7 +30,7 @@ TEST_CASE("rows of a team that attend everything get what they get alone", "[eng
   CAPTURE(size.group, size.drafts, near, static_cast<int>(placement), tokens);
   const EngineRig rig = engine_rig();
   const AttentionShape shape = shape_of(size.group);
-  const Story story(shape, tokens + 3 * size.drafts, 500 + tokens);
+  const Story story(shape, tokens + 3 * size.drafts, 500 + tokens, drafts::kPageTokens);
   EngineOptions options = draft_options(rig, shape, size.drafts, 1, near);
   options.placement = placement;
   options.windows = {0, 5, 40};  // Shorter than some teams, and longer.
@@ -72,7 +72,7 @@ TEST_CASE("a team attends what any of its heads chose, near or far, and no row n
   CAPTURE(policy.text, size.group, size.drafts, near, static_cast<int>(placement));
   const EngineRig rig = engine_rig();
   const AttentionShape shape = shape_of(size.group);
-  Story story(shape, 260, 520), other(shape, 120, 521);
+  Story story(shape, 260, 520, drafts::kPageTokens), other(shape, 120, 521, drafts::kPageTokens);
   EngineOptions options = draft_options(rig, shape, size.drafts, 2, near);
   options.placement = placement;
   options.windows = {0, 30, 0};
@@ -121,7 +121,7 @@ TEST_CASE("an audit finds that rows of a team attend no less than by themselves"
   constexpr std::uint32_t kPrompt = 181;  // Pages end within teams.
   const EngineRig rig = engine_rig();
   const AttentionShape shape = shape_of(4);
-  const Story story(shape, kPrompt + 4 * kDrafts, 530);
+  const Story story(shape, kPrompt + 4 * kDrafts, 530, drafts::kPageTokens);
   EngineOptions options = draft_options(rig, shape, kDrafts, 1, near);
   options.largest.audit = true;
   make_room_for(parse_policy(policy.text), story.tokens(), options);

@@ -24,7 +24,7 @@ TEST_CASE("drafts that are taken back leave nothing behind, whatever they were",
   const std::uint32_t runs = kSanitized ? 2 : 12;
   for (std::uint32_t seed = 0; seed < runs; ++seed) {
     Random random(540 + seed);
-    const Story story(shape, 90, 550 + seed), wrong(shape, 90, 570 + seed);
+    const Story story(shape, 90, 550 + seed, drafts::kPageTokens), wrong(shape, 90, 570 + seed, drafts::kPageTokens);
     const SequenceId id = engine.begin(parse_policy("exact | int4 | top_k=6 | near=0,sinks=2,recent=3"));
     Teller teller{.story = &story, .id = id};
     import_story(engine, rig, teller, random.below(20));
@@ -33,7 +33,7 @@ TEST_CASE("drafts that are taken back leave nothing behind, whatever they were",
       const std::uint32_t count = 1 + random.below(kDrafts);
       const std::uint32_t right = 1 + random.below(count);
       const std::uint32_t first = teller.at;
-      Story mixed(shape, 90, 590);
+      Story mixed(shape, 90, 590, drafts::kPageTokens);
       mixed.begin_as(wrong, 90);
       mixed.begin_as(story, first + right);
       teller.story = &mixed;
@@ -61,7 +61,7 @@ TEST_CASE("drafts can be rejected wherever pages of windows end among them", "[e
   REQUIRE(code_of([&] { Engine(options, rig.device); }) == Errc::invalid_argument);
   options.window_slack = kDrafts - 1;
   Engine engine(options, rig.device);
-  Story story(shape, 100, 615);
+  Story story(shape, 100, 615, drafts::kPageTokens);
   story.see(options.windows);
   Teller teller{.story = &story, .id = engine.begin(parse_policy("full"))};
   import_story(engine, rig, teller, 40);
@@ -84,7 +84,7 @@ TEST_CASE("a draft that is no number spoils what comes behind it, and nothing be
   const std::uint32_t near = GENERATE(0u, 90u);
   const EngineRig rig = engine_rig();
   const AttentionShape shape = shape_of(4);
-  Story story(shape, 60, 600);
+  Story story(shape, 60, 600, drafts::kPageTokens);
   const EngineOptions options = draft_options(rig, shape, 4, 1, near);
   Engine engine(options, rig.device);
   Teller teller{.story = &story, .id = engine.begin(parse_policy("full"))};
@@ -102,7 +102,7 @@ TEST_CASE("buckets of single tokens, of drafts and of both run after one another
   const std::uint32_t near = GENERATE(0u, 6u, 60u);
   const EngineRig rig = engine_rig();
   const AttentionShape shape = shape_of(4);
-  const Story story(shape, 200, 610);
+  const Story story(shape, 200, 610, drafts::kPageTokens);
   EngineOptions options = draft_options(rig, shape, 8, 2, near);
   options.largest.prefill_rows = 20;
   options.largest.prefills = 1;

@@ -14,11 +14,13 @@ inline AttentionShape shape_of(std::uint32_t group, std::uint32_t layers = 3) {
   return {.layers = layers, .q_heads = 2 * group, .kv_heads = 2, .head_dim = 64};
 }
 
-/// Teams of `drafts` for `teams` sequences of 8 tokens a page.
+inline constexpr std::uint32_t kPageTokens = 8;
+
+/// Teams of `drafts` for `teams` sequences.
 inline EngineOptions draft_options(const EngineRig& rig, const AttentionShape& shape, std::uint32_t drafts,
                             std::uint32_t teams, std::uint32_t near) {
   EngineOptions options{.shape = shape,
-                        .page_tokens = 8,
+                        .page_tokens = kPageTokens,
                         .kv_dtype = rig.kv_dtype,
                         .largest = {.decode_rows = drafts * teams, .drafts = drafts, .unbounded = true},
                         .threads = 2,

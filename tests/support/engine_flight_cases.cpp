@@ -5,8 +5,10 @@
 #include <thread>
 
 #include "sluice/error.hpp"
+#include "sluice/forward.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_lives.hpp"
+#include "tests/support/pause.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -20,7 +22,7 @@ TEST_CASE("a forward that fails takes those behind it along, and no other", "[en
   std::atomic<bool> stalls{false};
   options.answer_timeout = 300ms;
   options.before_answer = [&] {
-    if (stalls.exchange(false)) std::this_thread::sleep_for(1200ms);
+    if (stalls.exchange(false)) pause_for(1200ms);
   };
   Engine engine(options, rig.device);
   const Story story(kShape, 120, 5);

@@ -5,6 +5,7 @@
 
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_policies.hpp"
+#include "tests/support/pause.hpp"
 #include "tests/support/sanitized.hpp"
 
 using namespace sluice;
@@ -223,7 +224,7 @@ TEST_CASE("a forecast that does not come in time costs the forward, and nothing 
   options.forecasts = true;
   std::atomic<bool> stalls{false};
   options.before_answer = [&] {
-    if (stalls.exchange(false)) std::this_thread::sleep_for(900ms);
+    if (stalls.exchange(false)) pause_for(900ms);
   };
   Engine engine(options, rig.device);
   Teller teller{.story = &story, .id = engine.begin(policy)};
@@ -234,7 +235,7 @@ TEST_CASE("a forecast that does not come in time costs the forward, and nothing 
       stalls = true;
       REQUIRE(code_of([&] { (void)decode(engine, rig, teller); }) == Errc::device);
       stalls = false;
-      std::this_thread::sleep_for(800ms);
+      pause_for(800ms);
     }
     REQUIRE(difference(decode(engine, rig, teller), want.out[i]) < tolerance(rig));
   }

@@ -1,4 +1,5 @@
 // Near rows as a cache of far ones, on every device.
+#include "sluice/forward.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
 
@@ -94,7 +95,7 @@ TEST_CASE("near tokens are those of sequences that live, and the newest tokens' 
 TEST_CASE("forks attend the same however little is near, whatever the size of pages", "[engine]") {
   const EngineRig rig = engine_rig();
   const std::uint32_t page_tokens = GENERATE(8u, 16u, 64u);
-  const Story story(kShape, 230, 6);
+  const Story story(kShape, 230, 6, page_tokens);
   const PolicySpec policy = parse_policy("exact | int4 | top_k=10 | near=0,sinks=3,recent=12");
   std::vector<std::vector<float>> want;
   for (const std::uint32_t near : {0u, 1u, 3u}) {
@@ -125,7 +126,7 @@ TEST_CASE("forks attend the same however little is near, whatever the size of pa
 TEST_CASE("a window that is near stays near while tokens are decoded", "[engine]") {
   const EngineRig rig = engine_rig();
   const std::uint32_t page_tokens = GENERATE(16u, 64u);
-  const Story story(kShape, 400, 7);
+  const Story story(kShape, 400, 7, page_tokens);
   EngineOptions options = options_for(rig, 0, 64);
   options.page_tokens = page_tokens;
   options.host_bytes = 60 * block_bytes(options);

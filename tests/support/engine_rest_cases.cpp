@@ -62,7 +62,7 @@ TEST_CASE("ties, keys that stand out and keys that are no numbers are left as th
 
 TEST_CASE("of more pages than 256 the values of as many stand for all", "[engine][rest]") {
   const EngineRig rig = engine_rig();
-  const Story story = story_of(rig, 2310, 904);
+  const Story story = story_of(rig, 2310, 904, 8);
   EngineOptions options = resting(rig);
   options.page_tokens = 8;
   options.host_bytes = 400 * block_bytes(options);
@@ -165,7 +165,7 @@ TEST_CASE("a rest is refused where nothing weighs one", "[engine][rest]") {
     REQUIRE(refusal.text.find("value_means") != std::string::npos);
   }
   const EngineMemoryUse less = memory_needed(options);
-  make_room_for(parse_policy("sluice | rest=mean"), 300, options);
+  make_room_for(parse_policy("exact | int4 | rest=mean"), 300, options);
   REQUIRE(options.value_means);
   // A page has as many keys as values, and one mean.
   REQUIRE(memory_needed(options).digests == less.digests + 100 * near_block_bytes(options) / (2 * options.page_tokens));

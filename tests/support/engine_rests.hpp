@@ -24,8 +24,8 @@ inline EngineOptions resting(const EngineRig& rig, std::uint32_t rows = 1, std::
   return options;
 }
 
-inline Story story_of(const EngineRig& rig, std::uint32_t tokens, std::uint64_t seed) {
-  Story story(kShape, tokens, seed);
+inline Story story_of(const EngineRig& rig, std::uint32_t tokens, std::uint64_t seed, std::uint32_t page_tokens = 16) {
+  Story story(kShape, tokens, seed, page_tokens);
   if (rig.kv_dtype != DType::f32) story.round_queries();
   return story;
 }

@@ -6,6 +6,7 @@
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_plain.hpp"
 #include "tests/support/engine_policies.hpp"
+#include "tests/support/pause.hpp"
 #include "tests/support/sanitized.hpp"
 
 using namespace sluice;
@@ -205,7 +206,7 @@ TEST_CASE("a choice that does not come in time costs the forward, which can be r
   std::atomic<bool> stalls{false};
   options.answer_timeout = 400ms;
   options.before_answer = [&] {
-    if (stalls.exchange(false)) std::this_thread::sleep_for(1500ms);
+    if (stalls.exchange(false)) pause_for(1500ms);
   };
   Engine engine(options, rig.device);
   Teller want{.story = &story, .id = calm.begin(policy)};

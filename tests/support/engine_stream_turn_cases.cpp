@@ -6,9 +6,11 @@
 #include <memory>
 #include <thread>
 
+#include "sluice/forward.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
 #include "tests/support/forwarding.hpp"
+#include "tests/support/pause.hpp"
 #include "tests/support/sanitized.hpp"
 
 using namespace sluice;
@@ -121,13 +123,13 @@ TEST_CASE("the device fetches a list that is chosen for while the CPU chooses fo
   tensors.set(0, story, teller.at++);
   const Batch batch = engine.plan({&item, 1}, engine.options().largest, rig.stream);
   tensors.attend(engine, rig.stream);
-  const auto end = std::chrono::steady_clock::now() + 20s;
-  while (!gate->held && std::chrono::steady_clock::now() < end) std::this_thread::sleep_for(1ms);
+  const Deadline end = deadline_after(20s);
+  while (!gate->held && RunClock::now() < end) std::this_thread::sleep_for(1ms);
   bool fetched = !gate->held;
   // What a host device does meanwhile is not ordered with a look at it.
   if (rig.on_gpu || !kSanitized) {
-    const auto patience = std::chrono::steady_clock::now() + 10s;
-    while (!fetched && std::chrono::steady_clock::now() < patience) {
+    const Deadline patience = deadline_after(10s);
+    while (!fetched && RunClock::now() < patience) {
       fetched = sight.get() != kUntouched;
       std::this_thread::sleep_for(1ms);
     }
@@ -154,7 +156,7 @@ TEST_CASE("a layer that waits for choices and for an answer waits no longer for 
   // The first list is chosen late, and attended late, by the CPU, as its rows come with scores. Either is in time.
   options.before_answer = [pieces] {
     const int piece = (*pieces)++;
-    if (piece == 0 || piece == static_cast<int>(kShape.kv_heads)) std::this_thread::sleep_for(900ms);
+    if (piece == 0 || piece == static_cast<int>(kShape.kv_heads)) pause_for(900ms);
   };
   Engine engine(options, rig.device);
   Teller teller{.story = &story, .id = engine.begin(parse_policy("lsh | sampled | near=0,sinks=2,recent=4"))};

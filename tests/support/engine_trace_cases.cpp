@@ -13,6 +13,7 @@
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_plain.hpp"
 #include "tests/support/engine_policies.hpp"
+#include "tests/support/pause.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -222,7 +223,7 @@ TEST_CASE("a forward that fails or is taken back has a trace that says so", "[en
   std::atomic<int> answers{-1};  // Until a thread stalls.
   options.answer_timeout = 200ms;
   options.before_answer = [&] {
-    if (answers >= 0 && answers-- == 0) std::this_thread::sleep_for(700ms);
+    if (answers >= 0 && answers-- == 0) pause_for(700ms);
   };
   Engine engine(options, rig.device);
   const Story story(plain::kShape, 120, 94);

@@ -12,7 +12,7 @@ namespace sluice::test {
 
 using namespace int4_copies;
 
-TEST_CASE("4-bit copies are within half a step of the keys, their extremes exact", "[backend][int4]") {
+TEST_CASE("4-bit copies are within half a step of what they copy, its extremes exact", "[backend][int4]") {
   const auto [dtype, head_dim, page_tokens, outlier] =
       GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}, std::array{64u, 80u, 128u},
                     std::array{8u, 16u, 256u}, std::array{1.0, 1e3, 1e-6}));
@@ -29,15 +29,15 @@ TEST_CASE("4-bit copies are within half a step of the keys, their extremes exact
   under_test->finish();
   for (std::uint32_t token = 0; token < problem.options().tokens; ++token) {
     const DecodedRow row = copies.row(problem, token);
-    const Extremes range = extremes(problem, token);
+    const std::vector<double> copied = copies.copied(problem, token);
+    const Extremes range = extremes(copied);
     const double slack = f16_slack(range);
     CAPTURE(token, row.scale, row.zero);
     REQUIRE(std::abs(row.zero - range.least) <= slack);
-    REQUIRE(std::abs(row.at(0) - problem.k(token, 0)) <= row.scale / 2.0 * 1.001 + slack);
     double worst = 0.0;
     double most = -1e30;
     for (std::uint32_t c = 0; c < head_dim; ++c) {
-      worst = std::max(worst, std::abs(row.at(c) - problem.k(token, c)));
+      worst = std::max(worst, std::abs(row.at(c) - copied[c]));
       most = std::max(most, row.at(c));
     }
     REQUIRE(worst <= row.scale / 2.0 * 1.001 + slack);
@@ -56,30 +56,35 @@ TEST_CASE("4-bit copies of constant, huge and undefined keys are defined", "[bac
       GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 96u, 128u, 192u, 256u}));
   CAPTURE(to_string(dtype), head_dim);
   const auto under_test = backend_under_test();
-  Problem problem({.dtype = dtype, .tokens = 8, .head_dim = head_dim, .group = 1, .page_tokens = 8});
+  Problem problem({.dtype = dtype, .tokens = 7, .head_dim = head_dim, .group = 1, .page_tokens = 8});
   if (!under_test->supports(problem.shape(), problem.layout())) return;
-  const double rows[] = {0.0, 2.5, -40.0, 1e30, -1e30};
-  for (std::uint32_t token = 0; token < 5; ++token) {
+  const double rows[] = {0.0, 2.5, 1e30, -1e30};
+  for (std::uint32_t token = 0; token < std::size(rows); ++token) {
     for (std::uint32_t c = 0; c < head_dim; ++c) problem.set_k(token, c, rows[token]);
   }
-  problem.set_k(5, head_dim - 1, std::nan(""));
-  problem.set_k(6, 7, kInf);
-  for (std::uint32_t c = 0; c < head_dim; ++c) problem.set_k(7, c, -kInf);
+  problem.set_k(4, head_dim - 1, std::nan(""));
+  problem.set_k(5, 7, kInf);
+  for (std::uint32_t c = 0; c < head_dim; ++c) problem.set_k(6, c, -kInf);
   const Copies copies(*under_test, problem, place(*under_test, problem));
   under_test->finish();
-  for (std::uint32_t token = 0; token < 3; ++token) {
+  const DecodedRow none = copies.row(problem, 0);
+  REQUIRE(none.scale == 0x1p-24);
+  for (std::uint32_t c = 0; c < head_dim; ++c) REQUIRE(none.at(c) == 0.0);
+  // What all channels have is in the first of a block.
+  const std::uint32_t block = head_dim & -head_dim;
+  const DecodedRow even = copies.row(problem, 1);
+  REQUIRE(even.at(0) == Approx(2.5 * std::sqrt(static_cast<double>(block))).epsilon(1e-3));
+  for (std::uint32_t c = 0; c < head_dim; ++c) REQUIRE(even.codes[c] == (c % block == 0 ? 15 : 0));
+  const double largest = dtype == DType::f16 ? kInf : 65504.0;
+  for (const std::uint32_t token : {2u, 3u}) {  // f16 has no such number.
     const DecodedRow row = copies.row(problem, token);
-    REQUIRE(row.scale == 0x1p-24);
-    for (std::uint32_t c = 0; c < head_dim; ++c) REQUIRE(row.at(c) == rows[token]);
+    if (largest == kInf) REQUIRE((std::isnan(row.scale) && std::isnan(row.zero)));
+    if (largest != kInf) REQUIRE((row.scale == largest && row.zero == (token == 2 ? 0.0 : -largest)));
   }
-  const DecodedRow large = copies.row(problem, 3);
-  REQUIRE(large.at(0) >= 65504.0);
-  REQUIRE(std::isfinite(large.at(0)));
-  REQUIRE(copies.row(problem, 4).at(0) == -65504.0);
-  REQUIRE(std::isnan(copies.row(problem, 5).scale));
-  REQUIRE(std::isnan(copies.row(problem, 5).zero));
-  REQUIRE(copies.row(problem, 6).at(7) > 65504.0);
-  REQUIRE(std::isfinite(copies.row(problem, 7).at(0)));
+  const DecodedRow beyond = copies.row(problem, 5);
+  REQUIRE((beyond.scale == 65504.0 && beyond.zero == -65504.0));
+  for (const std::uint32_t token : {4u, 6u})
+    REQUIRE((std::isnan(copies.row(problem, token).scale) && std::isnan(copies.row(problem, token).zero)));
 }
 
 TEST_CASE("estimates are products with the decoded copies, and near the logits", "[backend][int4]") {
@@ -103,6 +108,7 @@ TEST_CASE("estimates are products with the decoded copies, and near the logits",
     const auto out = under_test->array(std::size_t{group} * tokens + 1, kUntouched);
     tasks.push_back({.q = placed.q,
                      .copies = copies.data.data(),
+                     .mean = copies.mean.data(),
                      .frames = placed.device_frames,
                      .tokens = tokens,
                      .out = out.data()});
@@ -111,12 +117,12 @@ TEST_CASE("estimates are products with the decoded copies, and near the logits",
   under_test->finish();
   for (std::uint32_t token = 0; token < 533; ++token) {
     const DecodedRow row = copies.row(problem, token);
-    const double slack = f16_slack(extremes(problem, token));
+    const double slack = f16_slack(extremes(copies.copied(problem, token)));
     for (std::uint32_t head = 0; head < group; ++head) {
-      const Estimate expected = estimate(problem, row, head);
+      const Estimate expected = copies.estimate(problem, row, head);
       const double logit = reference::score(problem, head, token);
       double q1 = 0.0;
-      for (std::uint32_t c = 0; c < head_dim; ++c) q1 += std::abs(problem.q(head, c));
+      for (const double x : copies.queries[head]) q1 += std::abs(x);
       const double bound = (row.scale / 2.0 * 1.001 + slack) * q1 / std::sqrt(static_cast<double>(head_dim));
       for (const ScoreInt4Task& task : tasks) {
         if (token >= task.tokens) continue;
@@ -131,6 +137,52 @@ TEST_CASE("estimates are products with the decoded copies, and near the logits",
     }
   }
   for (const ScoreInt4Task& task : tasks) REQUIRE(task.out[std::size_t{group} * task.tokens] == kUntouched);
+}
+
+TEST_CASE("estimates of keys with a large constant part weigh what the keys do", "[backend][int4]") {
+  const auto [dtype, head_dim, group] =
+      GENERATE(grid(std::array{DType::f32, DType::bf16, DType::fp8_e4m3}, std::array{64u, 96u, 128u, 192u, 256u},
+                    std::array{1u, 3u, 7u}));
+  const std::uint32_t page_tokens = group == 1 ? 8 : group == 3 ? 16 : 32;
+  CAPTURE(to_string(dtype), head_dim, group);
+  const auto under_test = backend_under_test();
+  Problem problem(
+      {.dtype = dtype, .tokens = 600, .head_dim = head_dim, .group = group, .page_tokens = page_tokens, .seed = 9});
+  if (!under_test->supports(problem.shape(), problem.layout().near())) return;
+  // Rows of 8 bits hold no more of a key beside a part as large as that.
+  const double size = dtype == DType::fp8_e4m3 ? 4.0 : 100.0;
+  Random random(head_dim);
+  std::vector<double> parts(head_dim);
+  for (double& part : parts) part = random.below(2) == 0 ? size : -size;
+  for (std::uint32_t token = 0; token < 600; ++token) {
+    for (std::uint32_t c = 0; c < head_dim; ++c)  // And one channel whose values are larger than those of others.
+      problem.set_k(token, c, parts[c] + random.normal() * (c == 5 ? 8.0 : 1.0));
+  }
+  const Placed placed = place(*under_test, problem);
+  const Copies copies(*under_test, problem, placed);
+  const auto out = under_test->array(std::size_t{group} * 600, kUntouched);
+  const ScoreInt4Task task{.q = placed.q,
+                           .copies = copies.data.data(),
+                           .mean = copies.mean.data(),
+                           .frames = placed.device_frames,
+                           .tokens = 600,
+                           .out = out.data()};
+  under_test->backend().score_int4({&task, 1}, problem.shape(), problem.layout(), under_test->stream());
+  under_test->finish();
+  const auto lse = [](const std::vector<double>& logits) {
+    const double top = *std::ranges::max_element(logits);
+    double sum = 0.0;
+    for (const double logit : logits) sum += std::exp(logit - top);
+    return top + std::log(sum);
+  };
+  for (std::uint32_t head = 0; head < group; ++head) {
+    std::vector<double> logits;
+    for (std::uint32_t token = 0; token < 600; ++token) logits.push_back(reference::score(problem, head, token));
+    const double want = lse(logits);
+    const double got = lse({out.begin() + head * 600, out.begin() + (head + 1) * 600});
+    CAPTURE(head, want, got);
+    REQUIRE(std::abs(got - want) < 0.1);
+  }
 }
 
 TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]") {
@@ -153,6 +205,7 @@ TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]
     const auto out = under_test->array(std::size_t{group} * (tokens[i] + rows[i]) + 1, kUntouched);
     tasks.push_back({.q = placed.q,
                      .copies = copies.data.data(),
+                     .mean = copies.mean.data(),
                      .frames = placed.device_frames,
                      .tokens = tokens[i],
                      .tail = placed.kv.page(tail_page),
@@ -169,7 +222,7 @@ TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]
       const float got = task.out[i];
       CAPTURE(head, at, task.tokens, got);
       if (at < task.tokens) {
-        if (!close(got, estimate(problem, copies.row(problem, at), head))) FAIL("not the product with the copy");
+        if (!close(got, copies.estimate(problem, at, head))) FAIL("not the product with the copy");
         continue;
       }
       if (!close(got, exact(problem, tail_page * page_tokens + at - task.tokens, head))) {
@@ -181,18 +234,23 @@ TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]
 
 TEST_CASE("a key with NaN estimates as NaN and spoils no other", "[backend][int4]") {
   const auto under_test = backend_under_test();
+  const std::uint32_t spoiled = GENERATE(3u, 17u);  // In the page whose mean is taken, and behind it.
   Problem problem({.tokens = 40, .group = 5});
-  problem.set_k(17, 3, std::nan(""));
+  problem.set_k(spoiled, 3, std::nan(""));
   const Placed placed = place(*under_test, problem);
   const Copies copies(*under_test, problem, placed);
   const auto out = under_test->array(5 * 40, kUntouched);
-  const ScoreInt4Task task{
-      .q = placed.q, .copies = copies.data.data(), .frames = placed.device_frames, .tokens = 40, .out = out.data()};
+  const ScoreInt4Task task{.q = placed.q,
+                           .copies = copies.data.data(),
+                           .mean = copies.mean.data(),
+                           .frames = placed.device_frames,
+                           .tokens = 40,
+                           .out = out.data()};
   under_test->backend().score_int4({&task, 1}, problem.shape(), problem.layout(), under_test->stream());
   under_test->finish();
   for (std::uint32_t i = 0; i < 200; ++i) {
     CAPTURE(i);
-    REQUIRE(std::isnan(out[i]) == (i % 40 == 17));
+    REQUIRE(std::isnan(out[i]) == (i % 40 == spoiled));
   }
 }
 
@@ -217,6 +275,7 @@ TEST_CASE("estimates of many tasks and of one long task", "[backend][int4]") {
     const std::uint32_t visible = many ? 1 + i * 7 % tokens : tokens;
     tasks.push_back({.q = placed.q,
                      .copies = copies.data.data(),
+                     .mean = copies.mean.data(),
                      .frames = placed.device_frames,
                      .tokens = visible,
                      .tail = placed.kv.page(7),
@@ -228,7 +287,7 @@ TEST_CASE("estimates of many tasks and of one long task", "[backend][int4]") {
   std::vector<Estimate> expected;
   for (std::uint32_t token = 0; token < tokens; ++token) {
     const DecodedRow row = copies.row(problem, token);
-    for (std::uint32_t head = 0; head < group; ++head) expected.push_back(estimate(problem, row, head));
+    for (std::uint32_t head = 0; head < group; ++head) expected.push_back(copies.estimate(problem, row, head));
   }
   for (const ScoreInt4Task& task : tasks) {
     const std::uint32_t row = task.tokens + task.tail_rows;

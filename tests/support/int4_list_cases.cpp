@@ -38,6 +38,7 @@ TEST_CASE("with lists every head has its own pages, and the tail is minus infini
   const auto out = under_test->array(group * row + 1, kUntouched);
   std::vector<ScoreInt4Task> tasks(1, {.q = placed.q,
                                        .copies = copies.data.data(),
+                                       .mean = copies.mean.data(),
                                        .frames = placed.device_frames,
                                        .tokens = tokens,
                                        .lists = lists.data(),
@@ -51,7 +52,7 @@ TEST_CASE("with lists every head has its own pages, and the tail is minus infini
       const std::uint32_t token = lists[head * listed + i / page_tokens] * page_tokens + i % page_tokens;
       const float got = out[head * row + i];
       const bool is_tail = token >= tokens;
-      if (is_tail ? got == -kInf : close(got, estimate(problem, copies.row(problem, token), head))) continue;
+      if (is_tail ? got == -kInf : close(got, copies.estimate(problem, token, head))) continue;
       CAPTURE(head, i, token, got);
       FAIL((is_tail ? "the tail counts" : "not the product with the copy"));
     }
@@ -103,6 +104,7 @@ TEST_CASE("with lists, what is attended anyway has one place, listed or not", "[
   }
   ScoreInt4Task task{.q = placed.q,
                      .copies = copies.data.data(),
+                     .mean = copies.mean.data(),
                      .frames = placed.device_frames,
                      .tokens = tokens,
                      .lists = lists.data(),
@@ -136,7 +138,7 @@ TEST_CASE("with lists, what is attended anyway has one place, listed or not", "[
       const bool is_sink = token < sinks, is_recent = token >= recent;
       const bool there = at < listed ? !is_sink && !is_recent : at < before_recent ? is_sink : is_recent;
       places[token] += there ? 1 : 0;
-      if (there ? close(got, estimate(problem, copies.row(problem, token), head)) : got == -kInf) continue;
+      if (there ? close(got, copies.estimate(problem, token, head)) : got == -kInf) continue;
       FAIL((there ? "not the product with the copy" : "a token counts twice"));
     }
     for (std::uint32_t token = 0; token < tokens; ++token) {

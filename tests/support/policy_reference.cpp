@@ -54,7 +54,8 @@ runtime::HostKv Reference::reader(std::uint32_t layer, std::uint32_t kv_head, st
   const bool own_pages = policy_.budget.kind == BudgetKind::progressive && policy_.estimate == Estimate::int4;
   const bool all =
       policy_.budget.kind == BudgetKind::fitted || own_pages || scheduler::copies_open_page(policy_, kPageTokens);
-  kv.use_codes(tokens == 0 ? 0 : all ? static_cast<std::uint32_t>(frames_.size()) : (tokens - 1) / kPageTokens);
+  kv.use_codes(tokens == 0 ? 0 : all ? static_cast<std::uint32_t>(frames_.size()) : (tokens - 1) / kPageTokens,
+               tokens);
   return kv;
 }
 

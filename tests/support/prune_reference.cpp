@@ -1,6 +1,7 @@
 #include "tests/support/prune_reference.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -42,6 +43,17 @@ DecodedRow decode_row(const std::byte* copy, const Int4Layout& layout, std::uint
     decoded.codes.push_back((word >> layout.shift_of(c)) & 15u);
   }
   return decoded;
+}
+
+std::vector<double> rotated(std::span<const double> x) {
+  const std::size_t block = x.size() & (~x.size() + 1);
+  std::vector<double> out(x.size(), 0.0);
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    for (std::size_t j = i / block * block; j < (i / block + 1) * block; ++j)
+      out[i] += std::popcount(i % block & j % block) % 2 == 0 ? x[j] : -x[j];
+    out[i] /= std::sqrt(static_cast<double>(block));
+  }
+  return out;
 }
 
 std::vector<std::uint32_t> sorted_top_p(std::span<const float> values, double p, Choice choice) {

@@ -20,6 +20,9 @@ struct DecodedRow {
 };
 [[nodiscard]] DecodedRow decode_row(const std::byte* copy, const Int4Layout& layout, std::uint32_t row);
 
+/// H x, see Int4Layout: of every block of channels, the sum over j of (-1)^(bits that i and j share) x_j, orthonormal.
+[[nodiscard]] std::vector<double> rotated(std::span<const double> x);
+
 /// Which values of a row may be kept: [begin, end). The others are attended anyway.
 struct Choice {
   std::size_t begin = 0;

@@ -15,9 +15,10 @@ class Group {
       : story_(story), shape_(shape), layer_(layer), common_(common), kv_(kv), policy_(policy), marked_(common, false) {
     sink_end_ = std::min(policy.sinks, common);
     recent_ = std::max(sink_end_, std::min(common, first + 1 - std::min(policy.recent, first + 1)));
+    const std::vector<float> mean = story.mean_key(layer, kv, first + askers);
     for (std::uint32_t j = 0; j < common; ++j) {
       marked_[j] = anyway(j);
-      copies_.push_back(decoded(key(j), shape.head_dim));
+      copies_.push_back(decoded(key(j), mean.data(), shape.head_dim));
     }
     for (std::uint32_t i = 0; i < askers; ++i)
       for (std::uint32_t h = 0; h < shape.group(); ++h) choose(estimates(first + i, h));

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdlib>
+#include <set>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -19,22 +21,73 @@ inline constexpr bool kSanitized = true;
 inline constexpr bool kSanitized = false;
 #endif
 
-/// A generator of every combination of the axes' values, as tuples. Under a sanitizer only of as many as the longest
-/// axis has values: each value of each axis still comes at least once. Axes of one length are shifted by one or more.
+/// Whether the engine's cases run once more, with far rows of another type, which their parameters do not touch.
+[[nodiscard]] inline bool runs_again() noexcept { return std::getenv("SLUICE_TEST_KV_DTYPE") != nullptr; }
+
+namespace detail {
+
+/// Places of combinations that `sizes` has: as many as the longest axis has values, each of which comes at least once.
+/// Axes of one length are shifted by one or more.
+[[nodiscard]] inline std::vector<std::vector<std::size_t>> each_value(const std::vector<std::size_t>& sizes) {
+  std::vector<std::vector<std::size_t>> taken(std::ranges::max(sizes), std::vector<std::size_t>(sizes.size()));
+  for (std::size_t i = 0; i < taken.size(); ++i) {
+    for (std::size_t axis = 0; axis < sizes.size(); ++axis) taken[i][axis] = (i + axis) % sizes[axis];
+  }
+  return taken;
+}
+
+/// Likewise of so many combinations that each two values of any two axes come together at least once: of all there are,
+/// always the first of those that bring most new pairs.
+[[nodiscard]] inline std::vector<std::vector<std::size_t>> each_pair(const std::vector<std::size_t>& sizes) {
+  std::vector<std::vector<std::size_t>> all(1, std::vector<std::size_t>(sizes.size()));
+  for (std::size_t axis = 0; axis < sizes.size(); ++axis) {
+    const std::size_t before = all.size();
+    for (std::size_t value = 1; value < sizes[axis]; ++value) {
+      for (std::size_t i = 0; i < before; ++i) {
+        all.push_back(all[i]);
+        all.back()[axis] = value;
+      }
+    }
+  }
+  if (sizes.size() < 3) return all;
+  std::set<std::array<std::size_t, 4>> seen;
+  const auto pairs_of = [](const std::vector<std::size_t>& places) {
+    std::vector<std::array<std::size_t, 4>> pairs;
+    for (std::size_t a = 0; a < places.size(); ++a)
+      for (std::size_t b = a + 1; b < places.size(); ++b) pairs.push_back({a, b, places[a], places[b]});
+    return pairs;
+  };
+  std::vector<std::vector<std::size_t>> taken;
+  for (;;) {
+    std::size_t best = 0, most = 0;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      const auto pairs = pairs_of(all[i]);
+      const auto fresh = static_cast<std::size_t>(
+          std::ranges::count_if(pairs, [&](const auto& pair) { return !seen.contains(pair); }));
+      if (fresh > most) best = i, most = fresh;
+    }
+    if (most == 0) return taken;
+    for (const auto& pair : pairs_of(all[best])) seen.insert(pair);
+    taken.push_back(all[best]);
+  }
+}
+
+}  // namespace detail
+
+/// A generator of combinations of the axes' values, as tuples: each two values of any two axes come together. Under a
+/// sanitizer, and where cases run once more, each value comes once. What needs every combination has a GENERATE for each
+/// axis.
 ///
 ///   const auto [near, rows] = GENERATE(grid(std::array{0u, 3u, 100u}, std::array{1u, 8u}));
 template <class... T, std::size_t... kSizes>
 [[nodiscard]] Catch::Generators::GeneratorWrapper<std::tuple<T...>> grid(const std::array<T, kSizes>&... axes) {
-  constexpr std::size_t kCount = kSanitized ? std::max({kSizes...}) : (kSizes * ...);
+  const std::vector<std::size_t> sizes{kSizes...};
   std::vector<std::tuple<T...>> combinations;
-  for (std::size_t i = 0; i < kCount; ++i) {
-    std::size_t rest = i;
-    std::size_t shifted = i;
-    const auto next = [&](std::size_t size) {
-      return kSanitized ? shifted++ % size : std::exchange(rest, rest / size) % size;
-    };
-    combinations.push_back(std::tuple<T...>{axes[next(kSizes)]...});  // Braces evaluate from left to right.
-  }
+  const auto add = [&]<std::size_t... kAxes>(const auto& places, std::index_sequence<kAxes...>) {
+    combinations.push_back(std::tuple<T...>{axes[places[kAxes]]...});
+  };
+  for (const auto& places : kSanitized || runs_again() ? detail::each_value(sizes) : detail::each_pair(sizes))
+    add(places, std::index_sequence_for<T...>{});
   return Catch::Generators::from_range(combinations);
 }
 

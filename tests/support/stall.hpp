@@ -7,6 +7,8 @@
 #include <memory>
 #include <thread>
 
+#include "sluice/run_clock.hpp"
+
 namespace sluice::test {
 
 /// Holds one worker up before one of its bodies until it is told to let go. Callers of parallel_for wait for the
@@ -48,8 +50,8 @@ class Stall {
     void await_workers() {
       const std::uint32_t mine = callers.fetch_add(1);
       const auto patience = std::chrono::milliseconds(mine == 0 ? 20'000 : 5);
-      const auto end = std::chrono::steady_clock::now() + patience;
-      while (!held && begun <= mine && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+      const Deadline end = deadline_after(patience);
+      while (!held && begun <= mine && RunClock::now() < end) std::this_thread::yield();
     }
   };
   std::shared_ptr<Gate> gate_;

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 
+#include "tests/support/prune_reference.hpp"
 #include "tests/support/random.hpp"
 #include "tests/support/reference.hpp"
 
@@ -14,19 +15,34 @@ float half(float x) { return static_cast<float>(static_cast<_Float16>(x)); }
 
 }  // namespace
 
-std::vector<double> decoded(const float* key, std::uint32_t head_dim) {
-  const auto [least, most] = std::minmax_element(key, key + head_dim);
+std::vector<double> decoded(const float* key, const float* mean, std::uint32_t head_dim) {
+  std::vector<float> x(head_dim);
+  for (std::uint32_t c = 0; c < head_dim; ++c) x[c] = key[c] - mean[c];
+  const std::uint32_t block = head_dim & -head_dim;
+  for (std::uint32_t apart = 1; apart < block; apart *= 2) {
+    for (std::uint32_t c = 0; c < head_dim; ++c) {
+      if ((c & apart) != 0) continue;
+      const float a = x[c], b = x[c + apart];
+      x[c] = a + b, x[c + apart] = a - b;
+    }
+  }
+  for (float& each : x) each *= static_cast<float>(1.0 / std::sqrt(static_cast<double>(block)));
+  if (std::ranges::any_of(x, [](float each) { return std::isnan(each); })) return std::vector<double>(head_dim, NAN);
+  const auto [least, most] = std::ranges::minmax_element(x);
   const float scale = half(std::max((*most - *least) / 15.f, 0x1p-24f));
   const float zero = half(*least);
-  std::vector<double> out;
-  for (std::uint32_t c = 0; c < head_dim; ++c) {
-    const float code = std::clamp(std::nearbyint((key[c] - zero) * (1.f / scale)), 0.f, 15.f);
-    out.push_back(double{code} * scale + zero);
+  std::vector<double> copy;
+  for (const float each : x) {
+    const float code = std::clamp(std::nearbyint((each - zero) * (1.f / scale)), 0.f, 15.f);
+    copy.push_back(double{code} * scale + zero);
   }
+  std::vector<double> out = rotated(copy);
+  for (std::uint32_t c = 0; c < head_dim; ++c) out[c] += double{mean[c]};
   return out;
 }
 
-Story::Story(const AttentionShape& shape, std::uint32_t tokens, std::uint64_t seed) : shape_(shape), tokens_(tokens) {
+Story::Story(const AttentionShape& shape, std::uint32_t tokens, std::uint64_t seed, std::uint32_t page_tokens)
+    : shape_(shape), tokens_(tokens), page_tokens_(page_tokens) {
   Random random(seed);
   const auto draw = [&](std::vector<float>& to, std::uint32_t heads, bool outliers) {
     for (std::uint32_t layer = 0; layer < shape.layers; ++layer) {
@@ -52,6 +68,25 @@ const float* Story::k(std::uint32_t layer, std::uint32_t token) const {
 }
 const float* Story::v(std::uint32_t layer, std::uint32_t token) const {
   return v_.data() + (std::size_t{layer} * tokens_ + token) * shape_.kv_heads * shape_.head_dim;
+}
+
+std::vector<float> Story::mean_key(std::uint32_t layer, std::uint32_t kv, std::uint32_t tokens) const {
+  std::vector<float> mean(shape_.head_dim, 0.f);
+  for (std::uint32_t j = 0; j < page_tokens_ && tokens > page_tokens_; ++j) {
+    for (std::uint32_t c = 0; c < shape_.head_dim; ++c) {
+      const float x = k(layer, j)[kv * shape_.head_dim + c];
+      mean[c] += std::isfinite(x) ? x : 0.f;
+    }
+  }
+  for (float& x : mean) x /= static_cast<float>(page_tokens_);
+  return mean;
+}
+
+void Story::lift_keys(float size, std::uint64_t seed) {
+  Random random(seed);
+  std::vector<float> lift(std::size_t{shape_.kv_heads} * shape_.head_dim);
+  for (float& x : lift) x = random.below(2) == 0 ? size : -size;
+  for (std::size_t i = 0; i < k_.size(); ++i) k_[i] += lift[i % lift.size()];
 }
 
 void Story::poison(std::uint32_t layer, std::uint32_t token) {
@@ -126,9 +161,11 @@ void Story::round_rows(DType type) {
 Story::Ranked Story::ranked(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t begin,
                             std::uint32_t end) const {
   const std::uint32_t d = shape_.head_dim;
+  const std::uint32_t kv = head / shape_.group();
+  const std::vector<float> mean = mean_key(layer, kv, token + 1);
   Ranked ranked;
   for (std::uint32_t j = begin; j < end; ++j) {
-    const std::vector<double> key = decoded(k(layer, j) + head / shape_.group() * d, d);
+    const std::vector<double> key = decoded(k(layer, j) + kv * d, mean.data(), d);
     double dot = 0.0;
     for (std::uint32_t c = 0; c < d; ++c) dot += key[c] * q(layer, token)[head * d + c];
     ranked.emplace_back(reference::score(shape_, dot), j);

@@ -9,19 +9,23 @@
 
 namespace sluice::test {
 
-/// A key as its 4-bit copy has it, see Int4Layout.
-[[nodiscard]] std::vector<double> decoded(const float* key, std::uint32_t head_dim);
+/// A key as its 4-bit copy has it, turned back, see Int4Layout. `mean`: [head_dim] the mean key.
+[[nodiscard]] std::vector<double> decoded(const float* key, const float* mean, std::uint32_t head_dim);
 
 /// Queries, keys and values of one sequence, the latter two on a grid that every dtype holds exactly, with a few keys
 /// that stand out.
 class Story {
  public:
-  Story(const AttentionShape& shape, std::uint32_t tokens, std::uint64_t seed);
+  /// `page_tokens`: of the engine that has it; its 4-bit copies depend on that.
+  Story(const AttentionShape& shape, std::uint32_t tokens, std::uint64_t seed, std::uint32_t page_tokens = 16);
 
   [[nodiscard]] std::uint32_t tokens() const noexcept { return tokens_; }
   [[nodiscard]] const float* q(std::uint32_t layer, std::uint32_t token) const;  ///< [q_heads, head_dim]
   [[nodiscard]] const float* k(std::uint32_t layer, std::uint32_t token) const;  ///< [kv_heads, head_dim]
   [[nodiscard]] const float* v(std::uint32_t layer, std::uint32_t token) const;
+
+  /// The mean key of a KV head of a sequence with so many tokens: [head_dim].
+  [[nodiscard]] std::vector<float> mean_key(std::uint32_t layer, std::uint32_t kv, std::uint32_t tokens) const;
 
   /// The key of a token is not a number from now on.
   void poison(std::uint32_t layer, std::uint32_t token);
@@ -34,6 +38,10 @@ class Story {
 
   /// All keys are larger by this along one channel from now on: a query gives all of them something alike.
   void lean_along(std::uint32_t channel, float size);
+
+  /// All keys have something of this size in every channel from now on, larger or smaller than they were, which gives
+  /// all of a head's scores the same.
+  void lift_keys(float size, std::uint64_t seed);
 
   /// Every token has the key of the token `period` before it from now on: scores tie.
   void repeat_keys(std::uint32_t period);
@@ -112,6 +120,7 @@ class Story {
 
   AttentionShape shape_;
   std::uint32_t tokens_;
+  std::uint32_t page_tokens_;
   std::vector<std::uint32_t> windows_;  ///< [layers] or empty
   std::vector<float> q_, k_, v_;  ///< [layers, tokens, heads, head_dim]
 };

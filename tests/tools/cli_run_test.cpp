@@ -248,6 +248,34 @@ TEST_CASE("a session keeps the prompt from one run to the next", "[cli]") {
   CHECK(contains(sluice::test::sluice(with(first) + session).err, "damaged"));
 }
 
+TEST_CASE("a session of a model of which one byte differs is refused", "[cli]") {
+  const TemporaryDirectory scratch;
+  namespace fs = std::filesystem;
+  fs::copy(sluice::test::test_data() + "/testbed", scratch.file("model"));
+  const std::string weights = scratch.file("model/model-00001-of-00002.safetensors");
+  const std::string run = "run --model '" + scratch.file("model") + "' --threads 2 --prompt 'The sky is' --max-tokens 1 " +
+                          "-o json --session '" + scratch.file("session") + "'";
+  const auto asked = [&] { return sluice::test::shell("XDG_CACHE_HOME='" + scratch.file("cache") + "' '" +
+                                                      sluice::test::cli_path() + "' " + run); };
+  CHECK(json::parse(asked().out).at("resumed_tokens") == 0);
+  CHECK(json::parse(asked().out).at("resumed_tokens") == 10);
+  // In the middle, with size and time of modification as they were.
+  const auto time = fs::last_write_time(weights);
+  {
+    std::fstream file(weights, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(7'000'000);
+    const char byte = static_cast<char>(file.get() ^ 1);
+    file.seekp(7'000'000);
+    file.put(byte);
+  }
+  fs::last_write_time(weights, time);
+  const Outcome other = asked();
+  CAPTURE(other.err);
+  CHECK(other.code == 2);
+  CHECK(is_one_error(other));
+  CHECK(contains(other.err, "model-00001-of-00002.safetensors"));
+}
+
 TEST_CASE("a session that cannot be kept is refused before the prompt is read", "[cli]") {
   const TemporaryDirectory scratch;
   const std::string nowhere = scratch.file("no/such/session");
@@ -279,6 +307,14 @@ TEST_CASE("run says up to how many tokens all are attended, whatever the policy"
   CHECK(row_of(json_of(kRun + kPrompt + "--max-tokens 2")).at("dense_tokens") > 0);
   CHECK_FALSE(row_of(json_of(kRun + kPrompt + "--max-tokens 2 --dense-tokens 0")).contains("dense_tokens"));
   CHECK_FALSE(row_of(json_of(kRun + kPrompt + "--max-tokens 2 --policy topk")).contains("dense_tokens"));
+}
+
+TEST_CASE("run says in words that a policy chose nothing", "[cli]") {
+  const std::string two = kRun + kPrompt + "--max-tokens 2 ";
+  CHECK(row_of(json_of(two)).at("attended_whole") == "nothing: every token was attended");
+  CHECK_FALSE(row_of(json_of(two + "--policy full")).contains("attended_whole"));
+  const std::string narrow = two + "--policy 'streaming:sinks=1,recent=4 | page=8'";
+  CHECK_FALSE(row_of(json_of(narrow)).contains("attended_whole"));
 }
 
 TEST_CASE("a policy that keeps pages near is refused with what to say instead", "[cli]") {

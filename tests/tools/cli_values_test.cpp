@@ -36,6 +36,19 @@ TEST_CASE("sizes are binary and read back as written", "[cli]") {
   CHECK(format_size(1023 * sluice::MiB + sluice::MiB / 3) == "1023M");
 }
 
+TEST_CASE("sizes have their units in either case, and are not less than they may be", "[cli]") {
+  for (const char* text : {"64M", "64m", "64MB", "64mb", "64MiB", "64mib", "64Mib", "64mIB"}) {
+    CAPTURE(text);
+    CHECK(parse_size(text, "-") == 64 * sluice::MiB);
+  }
+  for (const char* text : {"64i", "64mi", "64ib", "64bi", "64mbb", "mib"}) {
+    CAPTURE(text);
+    CHECK(contains(failure_of([&] { return parse_size(text, "--size"); }).message, "--size: cannot read '"));
+  }
+  CHECK(parse_size("0", "--size") == 0);
+  CHECK(contains(failure_of([&] { return parse_size("0", "--size", 1); }).message, "at least 1"));
+}
+
 TEST_CASE("what is no size, share or count is refused by the option's name", "[cli]") {
   for (const char* text : {"", "G", "-1", "1GG", "1 G", "0x10", "nan", "inf", "1e3", "99999999999G", "1..2", "."}) {
     CAPTURE(text);
@@ -46,7 +59,7 @@ TEST_CASE("what is no size, share or count is refused by the option's name", "[c
     CAPTURE(text);
     CHECK_THROWS_AS(parse_share(text, "--near"), sluice::Error);
   }
-  for (const char* text : {"", ",", "0", "1.5", "8k,x", "-4", "4096G"}) {
+  for (const char* text : {"", ",", "0", "1.5", "8k,x", "-4", "4096G", "1,,2", ",1", "1,,"}) {
     CAPTURE(text);
     CHECK_THROWS_AS(parse_counts(text, "--lengths"), sluice::Error);
   }
@@ -127,7 +140,12 @@ TEST_CASE("a list of policies splits at policies, not inside their options", "[c
   CHECK(split_policies("full,lfps:alpha=0.3,budget=2%,topk") == Names{"full", "lfps:alpha=0.3,budget=2%", "topk"});
   CHECK(split_policies("lfps:alpha=0.3,topk:budget=64,sinks=4") == Names{"lfps:alpha=0.3", "topk:budget=64,sinks=4"});
   CHECK(split_policies("full;lfps:alpha=0.3,budget=2%;topk") == Names{"full", "lfps:alpha=0.3,budget=2%", "topk"});
-  CHECK(split_policies(",,;") == Names{});
+  CHECK(split_policies("full,topk,") == Names{"full", "topk"});
+  CHECK(split_policies("full;topk;") == Names{"full", "topk"});
+  for (const char* text : {",", ";", "full,,topk", "full;;topk", ",full", ";full", "full,,", "full;;"}) {
+    CAPTURE(text);
+    CHECK(contains(failure_of([&] { return split_policies(text); }).message, "--policies: cannot read '"));
+  }
   CHECK(split_policies("topk:budget=max(64, 2%),sinks=4,full") == Names{"topk:budget=max(64, 2%),sinks=4", "full"});
   CHECK(split_policies("history+pages | top_p=0.95,pages:quest,budget=64 | int4 | near=5%,sinks=2,full") ==
         Names{"history+pages | top_p=0.95", "pages:quest,budget=64 | int4 | near=5%,sinks=2", "full"});

@@ -275,14 +275,14 @@ TEST_CASE("the cache is where the environment says", "[profile]") {
   const Variable home("HOME", "/home/somebody");
   {
     const Variable cache("XDG_CACHE_HOME", "/var/cache/somebody");
-    REQUIRE(profile_cache_directory() == "/var/cache/somebody/sluice");
+    REQUIRE(cache_directory() == "/var/cache/somebody/sluice");
   }
   {
     const Variable cache("XDG_CACHE_HOME", "relative");
-    REQUIRE(profile_cache_directory() == "/home/somebody/.cache/sluice");
+    REQUIRE(cache_directory() == "/home/somebody/.cache/sluice");
   }
   const Variable cache("XDG_CACHE_HOME", nullptr);
-  REQUIRE(profile_cache_directory() == "/home/somebody/.cache/sluice");
+  REQUIRE(cache_directory() == "/home/somebody/.cache/sluice");
   const Variable homeless("HOME", nullptr);
-  REQUIRE(profile_cache_directory().empty());
+  REQUIRE(cache_directory().empty());
 }

@@ -32,7 +32,7 @@ std::shared_ptr<const TransferProfile> kept_profile(int ordinal) {
     return calibrate_transfers(*bench);
   };
   try {
-    return cached_profile(profile_cache_directory(), facts, measure, say);
+    return cached_profile(cache_directory(), facts, measure, say);
   } catch (const Error& error) {
     if (error.code() == Errc::unsupported) throw;
     say(std::string("warning: the link cannot be measured, built-in crossovers are used: ") + error.what());

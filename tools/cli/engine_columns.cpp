@@ -16,7 +16,8 @@ constexpr std::uint64_t EngineStats::*kCounters[] = {
     &EngineStats::fetched_tokens, &EngineStats::promoted,       &EngineStats::scored,      &EngineStats::estimated,
     &EngineStats::ranked_pages,   &EngineStats::missed,         &EngineStats::waited_ns,   &EngineStats::answer_ns,
     &EngineStats::sparse_chunks,  &EngineStats::dense_chunks,   &EngineStats::kept_blocks, &EngineStats::causal_blocks,
-    &EngineStats::matched_tokens, &EngineStats::evicted_blocks, &EngineStats::stalls,      &EngineStats::awaited};
+    &EngineStats::matched_tokens, &EngineStats::evicted_blocks, &EngineStats::stalls,      &EngineStats::awaited,
+    &EngineStats::drawn_heads,    &EngineStats::error_bars,     &EngineStats::wide_bars};
 static_assert(sizeof(EngineStats) == std::size(kCounters) * sizeof(std::uint64_t), "a counter is missing");
 
 }  // namespace
@@ -72,6 +73,8 @@ void append_decode(const DecodeScore& score, const AttentionShape& shape, const 
   add({"estimated_per_head_step", "estimated", 1, Show::plain, score.stats.estimated == 0},
       over(static_cast<double>(score.stats.estimated), head_steps));
   add({"promoted_per_head_step", "brought", 1}, over(static_cast<double>(score.stats.promoted), head_steps));
+  add({"error_bar", "error bar", 4, Show::plain, score.stats.drawn_heads == 0},
+      over(1e-6 * static_cast<double>(score.stats.error_bars), static_cast<double>(score.stats.drawn_heads)));
   const bool any = audited.coverage.count() != 0;
   add({"coverage_mean", "coverage", 4}, any ? Json(audited.coverage.mean()) : Json());
   add({"coverage_p5", "cov. p5", 3}, any ? Json(audited.coverage.percentile(0.05)) : Json());

@@ -76,7 +76,8 @@ void add_engine_flags(CLI::App& app, EngineFlags& flags, const std::string& dens
   };
   add_count(app, "--prefill-chunk", set_chunk,
             "Prompt tokens per prefill call [default: 8192 on a GPU, else 512, or 4096 where blocks of the prompt are "
-            "chosen]");
+            "chosen]",
+            {.least = 1, .most = 65'536});
   const std::function<void(double)> set_timeout = [&flags](double seconds) {
     flags.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
   };

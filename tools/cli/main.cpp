@@ -61,6 +61,7 @@ int run(int argc, char** argv) {
   add_plan(app, exit_code);
   add_plot(app, exit_code);
   add_manual(app, exit_code);
+  refuse_empty_values(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -44,7 +44,7 @@ void parse_sizes(std::string_view text, const std::string& what, PrefillSpec& sp
   const std::vector<std::uint32_t*> sizes = sizes_of(spec);
   std::string list(text);
   std::ranges::replace(list, '+', ',');
-  const std::vector<std::string> words = split_list(list);
+  const std::vector<std::string> words = split_list(list, what);
   if (words.size() != sizes.size()) {
     throw Error(Errc::invalid_argument, what + ": '" + std::string(text) + "' has " + std::to_string(words.size()) +
                                             " sizes, and there are " + std::to_string(sizes.size()) +
@@ -107,7 +107,7 @@ PrefillSpec parse_prefill(std::string_view text, const FlexPrefillSpec& flex) {
 
 std::vector<PrefillSpec> parse_prefills(const PrefillFlags& flags) {
   std::vector<PrefillSpec> specs;
-  for (const std::string& text : split_list(flags.modes)) specs.push_back(parse_prefill(text, flags.flex));
+  for (const std::string& text : split_list(flags.modes, "--prefill")) specs.push_back(parse_prefill(text, flags.flex));
   if (specs.empty()) throw Error(Errc::invalid_argument, "--prefill: the list is empty; name at least one, e.g. full");
   return specs;
 }

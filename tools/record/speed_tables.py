@@ -146,5 +146,6 @@ PRINTERS = [("core-kernels", "kernels", everything("One core: kernels")),
             ("decode-", "attention", print_layer), ("decode-", "decode", print_model),
             *[("model-" + name, "models", everything("Models of transformers: " + name))
               for name in ("generate", "logits", "loop", "beside")],
+            ("real-", "models", everything("Models that others have trained")),
             *[("link", name, everything("Link: " + name))
               for name in ("transfers", "gather", "load", "latency", "pinning", "peak")]]

@@ -151,6 +151,32 @@ __device__ void leave_out(float (&scores)[kTiles][4], std::uint32_t members) {
   }
 }
 
+/// Adds to the scores of each token what lane i and lane i + 16 have for token i, as UnitRows::members.
+template <int kTiles>
+__device__ void correct(float (&scores)[kTiles][4], std::uint32_t corrections) {
+  const std::uint32_t g = threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float more =
+        kLog2E * __uint_as_float(__shfl_sync(kAllLanes, corrections, static_cast<int>(g + 8 * half)));
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      scores[tile][2 * half] += more;
+      scores[tile][2 * half + 1] += more;
+    }
+  }
+}
+
+/// One or the other.
+template <int kTiles>
+__device__ void admit(float (&scores)[kTiles][4], std::uint32_t members, bool corrected) {
+  if (corrected) {
+    correct(scores, members);
+  } else {
+    leave_out(scores, members);
+  }
+}
+
 /// Raises the tops to include this unit's scores and scales what there is down to them.
 template <int kDim, int kTiles>
 __device__ void raise_tops(Accumulator<kDim, kTiles>& sum, const float (&scores)[kTiles][4]) {
@@ -234,7 +260,7 @@ __device__ void add_values(Accumulator<kDim, kTiles>& sum, const Weights (&weigh
 /// Whether the unit's tokens come with their scores.
 template <bool kScored>
 __device__ bool scored(const AttendSlice& slice, std::uint32_t unit) {
-  return kScored && slice.scores != nullptr && unit >= slice.octet_units();
+  return kScored && slice.corrected == 0 && slice.scores != nullptr && unit >= slice.octet_units();
 }
 
 /// Rows of K and V of a unit.
@@ -300,7 +326,7 @@ __device__ void attend_units(Accumulator<kDim, kTiles>& sum, const AttendSlice& 
     } else {
       load_key_rows<kDim, kHasScales, kWhole>(keys, scales, slice, next.row);
     }
-    leave_out(scores, rows.members);
+    admit(scores, rows.members, slice.corrected != 0);
     raise_tops(sum, scores);
     Weights weights[kTiles];
 #pragma unroll

@@ -13,14 +13,16 @@ namespace sluice::gpu {
 ///   [pages]      first K row of 2^octet_shift octets, as a rule a page; an octet is 8 consecutive rows
 ///   [pieces, 2]  first K row and number (1..8) of consecutive rows
 ///   [tokens]     K row of each single token
-///   [tokens]     its members, if `has_members`
+///   [tokens]     its members, if `has_members` and not `corrected`
 /// A K row is counted in rows from `base`: page frame f begins at row f * 2 * page_tokens, and the V row of a token
 /// lies page_tokens rows behind its K row. Of rows with scales the same, though pages are longer by these; such a job
 /// has single tokens alone. A piece takes the place of an octet, and two octets or 16 tokens are a unit.
 struct alignas(16) AttendJob {
   const float* q = nullptr;         ///< [heads, head_dim], device or pinned; null if no row needs it
   const std::byte* base = nullptr;  ///< device or registered host memory, 16-byte aligned
-  const float* scores = nullptr;    ///< pinned [tokens, group] from the job's first head on; null: read K
+  /// Pinned [tokens, group] from the job's first head on; null: read K. Or, if `corrected`, device memory [tokens]: what
+  /// is added to the scores of a token, of a job of single tokens alone.
+  const float* scores = nullptr;
   float* out = nullptr;             ///< the task's, from the job's first head on
   float* lse = nullptr;
   const std::uint32_t* lists = nullptr;
@@ -38,6 +40,7 @@ struct alignas(16) AttendJob {
   std::uint32_t first_partial = 0;  ///< their first place in AttendArgs::partials
   std::uint32_t counter = 0;        ///< theirs in AttendArgs::counters
   std::uint32_t first_unit = 0;     ///< among those of all jobs, where blocks have shares of them
+  std::uint32_t corrected = 0;      ///< not 0: see `scores`
 
   [[nodiscard]] constexpr std::uint32_t page_octets() const noexcept { return pages << octet_shift; }
   [[nodiscard]] constexpr std::uint32_t octets() const noexcept { return page_octets() + pieces; }
@@ -58,7 +61,7 @@ struct AttendSlice {
   const float* q = nullptr;
   const std::byte* base = nullptr;
   const std::byte* far_base = nullptr;  ///< of rows over the link, where a launch finds its rows itself
-  const float* scores = nullptr;  ///< from the slice's first token on
+  const float* scores = nullptr;  ///< as the job's, from the slice's first token on
   float* out = nullptr;
   float* lse = nullptr;
   const std::uint32_t* lists = nullptr;
@@ -77,6 +80,7 @@ struct AttendSlice {
   std::uint32_t pieces = 0;
   std::uint32_t tokens = 0;
   std::uint32_t has_members = 0;
+  std::uint32_t corrected = 0;
   std::uint32_t index = 0;   ///< among the slices that are merged into one result
   std::uint32_t slices = 1;  ///< how many these are
   std::uint32_t first_partial = 0;
@@ -111,6 +115,7 @@ struct AttendSlice {
                     .octet_shift = job.octet_shift,
                     .tokens = token(end) - token(begin),
                     .has_members = job.has_members,
+                    .corrected = job.corrected,
                     .index = index,
                     .slices = job.slices,
                     .first_partial = job.first_partial,
@@ -127,7 +132,8 @@ struct AttendSlice {
   slice.first_piece = job.pages + 2 * pieces_before;
   slice.first_token = job.pages + 2 * job.pieces + token(begin);
   slice.first_member = slice.first_token + job.tokens;
-  if (job.scores != nullptr) slice.scores = job.scores + std::uint64_t{token(begin)} * job.group;
+  if (job.scores != nullptr)
+    slice.scores = job.scores + std::uint64_t{token(begin)} * (job.corrected != 0 ? 1 : job.group);
   return slice;
 }
 

@@ -78,11 +78,14 @@ __device__ inline void stage_lists(const AttendSlice& slice, std::uint32_t* word
   commit_copies();
 }
 
-/// A unit's rows, one per lane (lane i and lane i + 16 hold row i), and the heads that attend it.
+/// A unit's rows, one per lane (lane i and lane i + 16 hold row i), and the heads that attend it. Where rows are corrected
+/// all heads attend those that are there, and `members` are the bits of what is added to their scores.
 struct UnitRows {
   std::uint32_t row = kNoRow;
   std::uint32_t members = 0;
 };
+/// Of a row that is not there: -infinity.
+inline constexpr std::uint32_t kNoCorrection = 0xff80'0000u;
 
 /// The row of unit `unit` that this lane is in charge of.
 __device__ inline UnitRows rows_of(const AttendSlice& slice, const RowLists& lists, std::uint32_t unit) {
@@ -104,7 +107,10 @@ __device__ inline UnitRows rows_of(const AttendSlice& slice, const RowLists& lis
     return rows;
   }
   const std::uint32_t token = (unit - octet_units) * 16 + i;
-  if (token < slice.tokens) {
+  if (slice.corrected != 0) {
+    const bool there = token < slice.tokens;
+    rows = {there ? lists.tokens[token] : kNoRow, there ? __float_as_uint(__ldg(slice.scores + token)) : kNoCorrection};
+  } else if (token < slice.tokens) {
     const std::uint32_t row = lists.tokens[token];
     rows = {row, slice.has_members != 0 ? lists.members[token] >> slice.first_head : kAllLanes};
   }

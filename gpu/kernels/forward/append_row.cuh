@@ -82,7 +82,7 @@ __device__ void append_row(const ForwardMemory& m, const ForwardScratch& scratch
     return;
   }
   if (warp < AppendBlock::kQueries && token.list != kNone) {
-    put_token<kType>(m, values, token, plane);
+    put_token<kType>(m, layer, values, {.token = token, .index = index}, head, plane);
   } else if (threadIdx.x == AppendBlock::kDescribes * kRowLanes && describes) {
     row.drafts = 0;  // As it is; to know that takes fewer registers.
     describe(m, scratch, row.in(layer.layer, m.window), index, head, plane);

@@ -104,6 +104,9 @@ __global__ void end_kernel(const __grid_constant__ ForwardMemory m) {
   outcome.near_tokens = state.near_tokens;
   outcome.far_tokens = state.far_tokens;
   outcome.fetched_tokens = state.fetched_tokens;
+  outcome.drawn_heads = state.drawn_heads;
+  outcome.error_bars = state.error_bars;
+  outcome.wide_bars = state.wide_bars;
   outcome.waited_ns = state.waited_ns;
   outcome.promoted = state.promoted;
   outcome.near_rows = state.near_rows;
@@ -118,6 +121,7 @@ void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream) {
   if (memory.slip->block_copies != 0) copy_codes_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(memory);
   apply_kernel<<<1, kThreads, 0, stream>>>(memory);
   check(cudaGetLastError(), "launch the kernel that takes a plan");
+  launch_forward_key_means(memory, stream);  // By lists and codes as they are now.
   if (memory.near_pages != 0) launch_forward_acquire(memory, stream);
 }
 

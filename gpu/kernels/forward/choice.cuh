@@ -221,7 +221,7 @@ class ChoiceOf {
     for (std::uint32_t h = part_.rank(); h < heads_; h += part_.blocks()) {
       if (!listed(h)) continue;
       const std::uint32_t found = gather(h);
-      give(h, cut_of(s_.cut, gathered_, found, s_.least[h], c_.picks, [&](std::uint32_t i) {
+      give(h, cut_of(s_.cut, gathered_, found, s_.least[h], c_.picks, c_.drawn != nullptr, [&](std::uint32_t i) {
              return detail::load_in_cluster(candidate(h, i) + sizeof(std::uint32_t));
            }));
     }
@@ -262,6 +262,7 @@ class ChoiceOf {
     const std::uint32_t there = detail::address_in(&s_.cuts[h], threadIdx.x);
     detail::store_in_cluster(there, cut.key);
     detail::store_in_cluster(there + sizeof(std::uint32_t), cut.tie);
+    if (c_.drawn != nullptr) tell_thresholds(c_.drawn + c_.first + h, threadIdx.x, cut);
   }
 
   /// What is known of a head's scores now, for the next step: a warp each, of one block.

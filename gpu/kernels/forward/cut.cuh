@@ -18,7 +18,8 @@ struct CutShared {
   std::uint32_t bucket;  ///< of the k-th largest
   std::uint32_t rank;    ///< its rank there, from 0
   Candidate few[kFew];
-  std::uint32_t fews;  ///< of them
+  std::uint32_t fews;   ///< of them
+  std::uint32_t ahead;  ///< key before the k-th
   Candidate kth;
 };
 
@@ -48,12 +49,14 @@ __device__ inline void find_bucket(CutShared& s) {
 
 /// Of `count` candidates, whose keys are `low` or larger: buckets, and buckets of these, say which few the k-th is one
 /// of, and these are ranked one by one. Takes nothing if they are too many, which then tie. All threads of one block.
+/// @param drawn  the k-th is not taken, and tells with the one before it what chance the others had
 /// @param token_of  of the candidate that keys[i] is of; of few, as it may lie far away
 template <class TokenOf>
 __device__ inline Cut cut_of(CutShared& s, const std::uint32_t* keys, std::uint32_t count, std::uint32_t low,
-                             std::uint32_t k, const TokenOf& token_of) {
+                             std::uint32_t k, bool drawn, const TokenOf& token_of) {
   if (threadIdx.x == 0) s.fews = s.bucket = 0;
   __syncthreads();
+  if (threadIdx.x == 0) s.ahead = kAll;
   std::uint32_t most = 0;
   for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) most = max(most, keys[i]);
   most = __reduce_max_sync(kAll, most);
@@ -108,9 +111,18 @@ __device__ inline Cut cut_of(CutShared& s, const std::uint32_t* keys, std::uint3
 #pragma unroll
     for (std::uint32_t step = 1; step < kSharers; step *= 2) before += __shfl_xor_sync(kAll, before, step);
     if (share == 0 && at < fews && before == s.rank) s.kth = mine;
+    if (share == 0 && at < fews && before + 1 == s.rank) s.ahead = mine.key;
+  }
+  if (drawn && s.rank == 0) {  // What comes before is above the few.
+    std::uint32_t least = kAll;
+    for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) {
+      if (keys[i] >= low && keys[i] - low > span) least = min(least, keys[i]);
+    }
+    least = __reduce_min_sync(kAll, least);
+    if (lane == 0) atomicMin(&s.ahead, least);
   }
   __syncthreads();
-  return {.key = s.kth.key, .tie = ~s.kth.token - 1};
+  return {.key = s.kth.key, .tie = ~s.kth.token - (drawn ? 0 : 1), .ahead = s.ahead};
 }
 
 }  // namespace sluice::gpu::forward

@@ -9,6 +9,7 @@ struct LinkRows {
   bool taken;           ///< the blocks attend the list's far rows, and the CPU is told of none
   std::uint32_t count;  ///< then: those of this block
   std::uint32_t rows[kMostLinkRows];
+  float corrections[kMostLinkRows];  ///< of rows that draw
 };
 
 /// Lists the far rows of what is marked, the blocks' parts one after the other; returns what all have found. If these
@@ -36,12 +37,14 @@ __device__ inline Listed list_far(const ForwardMemory& m, const Work& work, std:
 #pragma unroll 1
   for (std::uint32_t base = 0; base < part.count(); base += found.turn()) {
     if (part.count() > found.turn()) found.find(m, work, base);  // Else it is there still.
-    found.for_each([&](std::uint32_t entry, bool is_one, const Sums& sums) {
+    found.for_each([&](std::uint32_t entry, bool is_one, const Sums& sums, std::uint32_t i) {
       const bool is_near = (entry & kNearBit) != 0;
       if (is_one && !is_near) {
         const std::uint32_t to = at.far + (sums.before >> 16);
         work.far_rows[to] = entry;  // Whoever attends them: they may come near, and an audit wants to know.
         if (taken) few.rows[to - first_far] = entry;
+        if (found.corrected()) work.far_corrections[to] = found.correction(i);
+        if (taken && found.corrected()) few.corrections[to - first_far] = found.correction(i);
       }
       if (is_near && m.bucket.audit)
         work.near_rows[at.near + (sums.before & 0xffffu)] = m.near_entry(work.plane, entry & ~kNearBit);

@@ -9,6 +9,13 @@
 /// A block of the cluster each: nothing is exchanged but what is chosen.
 namespace sluice::gpu::forward {
 
+/// What a cut of drawn tokens says of the chances, to a block of the cluster.
+__device__ inline void tell_thresholds(DrawThresholds* thresholds, std::uint32_t block, const Cut& cut) {
+  const std::uint32_t there = detail::address_in(thresholds, block);
+  detail::store_in_cluster(there, __float_as_uint(foresight::score_of(cut.key)));
+  detail::store_in_cluster(there + sizeof(float), __float_as_uint(foresight::score_of(cut.ahead)));
+}
+
 /// Bounds of the next step, of the query heads of a list.
 class Learner {
  public:
@@ -99,10 +106,12 @@ class Foreseen {
   __device__ std::uint32_t run(const Part& part, const Set& set) {
     if (threadIdx.x == 0) s_.room = learner_.room();
     for (std::uint32_t h = part.rank(); h < c_.heads; h += part.blocks()) {
-      const bool chosen = choose(h, set);
+      Cut cut;
+      const bool chosen = choose(h, cut, set);
       __syncthreads();  // The next head's come to the same place.
-      if (threadIdx.x < part.blocks())
-        detail::store_in_cluster(detail::address_in(&s_.missing[h], threadIdx.x), chosen ? 0 : 1);
+      if (threadIdx.x >= part.blocks()) continue;
+      detail::store_in_cluster(detail::address_in(&s_.missing[h], threadIdx.x), chosen ? 0 : 1);
+      if (chosen && c_.drawn != nullptr) tell_thresholds(c_.drawn + h, threadIdx.x, cut);
     }
     detail::cluster_sync();
     const std::uint32_t lane = threadIdx.x % kWarp;
@@ -112,7 +121,7 @@ class Foreseen {
 
  private:
   template <class Set>
-  __device__ bool choose(std::uint32_t h, const Set& set) {
+  __device__ bool choose(std::uint32_t h, Cut& cut, const Set& set) {
     const std::uint32_t found = learner_.found(h);
     if (found < c_.picks || found > learner_.room()) return false;
     const Range range = gather(h, found);
@@ -120,7 +129,7 @@ class Foreseen {
     const auto token_of = [&, in_shared = staged(found), from = learner_.candidates(h)](std::uint32_t i) {
       return in_shared ? tokens()[i] : from[i].token;
     };
-    const Cut cut = cut_of(cut_, gathered_, found, range.least, c_.picks, token_of);
+    cut = cut_of(cut_, gathered_, found, range.least, c_.picks, c_.drawn != nullptr, token_of);
     if (cut.takes_nothing()) return false;
 #pragma unroll 4
     for (std::uint32_t i = threadIdx.x; i < found; i += kThreads) {

@@ -54,6 +54,7 @@ struct ForwardScratch {
   float* partials = nullptr;             ///< of AttendArgs
   std::uint32_t* far_rows = nullptr;     ///< as in ForwardMemory, before they cross the link
   std::uint32_t* fetched = nullptr;      ///< likewise, if the device fetches: as an AttendJob wants them
+  float* far_corrections = nullptr;      ///< as in ForwardMemory, likewise, before they cross the link
   /// Of choices by top-k of all tokens: bounds and centers with layers, the others without.
   Foresight foresight{};
   std::uint32_t head_blocks = 1;         ///< jobs that share the query heads of a KV head
@@ -112,6 +113,8 @@ struct PrefillStage {
 void launch_forward_acquire(const ForwardMemory& memory, cudaStream_t stream);
 /// Fills those of the latter.
 void launch_forward_fill(const ForwardMemory& memory, cudaStream_t stream);
+/// Mean keys that the plan makes again, if there are any, after `apply`.
+void launch_forward_key_means(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_begin(const ForwardMemory& memory, const ForwardScratch& scratch, cudaStream_t stream);
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);

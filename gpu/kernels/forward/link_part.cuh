@@ -49,7 +49,7 @@ class LinkPart {
     detail::wait_copies<0>();
     __syncwarp();
     if (scaled()) unfold();
-    near.attend(ring(), slot(), has(lane() % kUnit) ? kAll : 0);
+    near.attend(ring(), slot(), members(lane() % kUnit));
   }
 
  private:
@@ -61,6 +61,11 @@ class LinkPart {
   [[nodiscard]] __device__ Ring ring() const { return {detail::shared_address(s_.slots)}; }
   /// Whether rows have scales: near ones are bf16 then.
   [[nodiscard]] __device__ bool scaled() const { return std::is_same_v<T, __nv_bfloat16> && m_.far_layout.scaled(); }
+  /// Of row `i` of the unit, as UnitRows has them.
+  [[nodiscard]] __device__ std::uint32_t members(std::uint32_t i) const {
+    if (!work_.row.draws.any()) return has(i) ? kAll : 0;
+    return has(i) ? __float_as_uint(s_.far.corrections[kUnit * unit() + i]) : detail::kNoCorrection;
+  }
   /// Whether there is a row `i` of the unit.
   [[nodiscard]] __device__ bool has(std::uint32_t i) const { return kUnit * unit() + i < s_.far.count; }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "gpu/kernels/forward/marks.cuh"
+#include "gpu/kernels/forward/drawn.cuh"
 
 /// Near rows and far rows of what is marked, one behind the other.
 namespace sluice::gpu::forward {
@@ -66,11 +66,13 @@ class Found {
  public:
   /// @param room  entries that there is room for, of as many tokens a turn
   /// @param tokens  and where these are kept, too; null: nobody wants to know
+  /// @param drawn  not null: find() leaves there what is added to the tokens' logits, in place of them
   __device__ Found(ListShared& s, std::uint32_t* entries, std::uint32_t room, const Marks& marks,
-                   std::uint32_t* tokens = nullptr)
+                   std::uint32_t* tokens = nullptr, const Drawn* drawn = nullptr)
       : s_(s),
         entries_(entries),
         tokens_(tokens != nullptr ? tokens : entries),
+        drawn_(drawn),
         marks_(marks),
         words_(min(ListShared::kMostWords, room / kWord)) {
     // Each turn is gone through twice, unless it is the only one; few of a long part's tokens are marked.
@@ -120,8 +122,9 @@ class Found {
   __device__ __noinline__ void find(const ForwardMemory& m, const Work& work, std::uint32_t number) {
     gather(number);
     const std::uint32_t count = count_;
-    const std::uint32_t* const tokens = tokens_;
+    std::uint32_t* const tokens = tokens_;
     std::uint32_t* const entries = entries_;
+    const Drawn* const drawn = drawn_;
     const std::uint32_t* const near_of = m.near_of + m.far_row(work.plane, 0);
     const std::uint32_t* const blocks = m.list_of(work.row.list);
     const std::uint32_t page_shift = m.page_shift;
@@ -135,6 +138,7 @@ class Found {
       const std::uint32_t entry = any_near ? near_of[row] : 0;
       const bool near = (entry & kNearBit) != 0;
       entries[i] = near ? entry : row;
+      if (drawn != nullptr) tokens[i] = __float_as_uint(drawn->correction(token));
       if (!near && has_window && row_of_list.in_window(token)) m.far_windows[work.index] = 1;
     }
     __syncthreads();
@@ -144,8 +148,11 @@ class Found {
   [[nodiscard]] __device__ const std::uint32_t* tokens() const { return tokens_; }
   [[nodiscard]] __device__ const std::uint32_t* entries() const { return entries_; }
   [[nodiscard]] __device__ std::uint32_t count() const { return count_; }
+  /// Whether find() leaves corrections, and that of what it has found i-th.
+  [[nodiscard]] __device__ bool corrected() const { return drawn_ != nullptr; }
+  [[nodiscard]] __device__ float correction(std::uint32_t i) const { return __uint_as_float(tokens_[i]); }
 
-  /// body(entry, whether there is one, Sums), as many entries as threads at a time.
+  /// body(entry, whether there is one, Sums, its number), as many entries as threads at a time.
   template <class Body>
   __device__ void for_each(const Body& body) const {
     const std::uint32_t count = count_;
@@ -156,7 +163,7 @@ class Found {
       const bool there = base + threadIdx.x < count;
       const std::uint32_t entry = there ? entries[base + threadIdx.x] : 0;
       const std::uint32_t counts = !there ? 0 : (entry & kNearBit) != 0 ? 1 : 1u << 16;
-      body(entry, there, sum(counts, s.sums));
+      body(entry, there, sum(counts, s.sums), base + threadIdx.x);
     }
   }
 
@@ -175,6 +182,7 @@ class Found {
   ListShared& s_;
   std::uint32_t* entries_;
   std::uint32_t* tokens_;
+  const Drawn* drawn_;
   Marks marks_;
   std::uint32_t words_;
   std::uint32_t count_ = 0;
@@ -185,13 +193,17 @@ static_assert(kThreads * kWord < 1u << 16, "what sum() adds has 16 bits");
 __device__ inline void write(const ForwardMemory& m, const Work& work, const Found& found, Listed& at) {
   const bool used = m.keeps_near(work.row);
   const auto forward = static_cast<std::uint32_t>(m.state->forward);
-  found.for_each([&](std::uint32_t entry, bool there, const Sums& sums) {
+  found.for_each([&](std::uint32_t entry, bool there, const Sums& sums, std::uint32_t i) {
+    const std::uint32_t near = at.near + (sums.before & 0xffffu);
+    const std::uint32_t far = at.far + (sums.before >> 16);
     if ((entry & kNearBit) != 0) {
       const std::uint32_t place = entry & ~kNearBit;
-      work.near_rows[at.near + (sums.before & 0xffffu)] = m.near_entry(work.plane, place);
+      work.near_rows[near] = m.near_entry(work.plane, place);
+      if (found.corrected()) work.near_corrections[near] = found.correction(i);
       if (used) m.near_rows[m.near_row(work.plane, place)].used = forward;
     } else if (there) {
-      work.far_rows[at.far + (sums.before >> 16)] = entry;
+      work.far_rows[far] = entry;
+      if (found.corrected()) work.far_corrections[far] = found.correction(i);
     }
     at.add(sums);
   });
@@ -213,6 +225,7 @@ __device__ inline void send_far(const ForwardMemory& m, const Work& work, std::u
     const std::uint32_t row = work.far_rows[i];
     if (i < in_place) {
       over[i] = row;
+      if (work.far_corrections != nullptr) m.far_corrections_of(work.index)[i] = work.far_corrections[i];
     } else {
       work.fetched[i - in_place] = m.far_entry(row);
     }
@@ -226,7 +239,7 @@ __device__ inline Listed find_rows(const ForwardMemory& m, const Work& work, Fou
 #pragma unroll 1
   for (std::uint32_t base = 0; base < part.count(); base += found.turn()) {
     found.find(m, work, base);
-    found.for_each([&](std::uint32_t, bool, const Sums& sums) { own.add(sums); });
+    found.for_each([&](std::uint32_t, bool, const Sums& sums, std::uint32_t) { own.add(sums); });
   }
   return own;
 }

@@ -15,6 +15,8 @@ struct Work {
   ForwardRow row;
   std::uint32_t* near_rows;
   std::uint32_t* far_rows;
+  float* near_corrections;  ///< of a row that draws, by near_rows; null: it does not
+  float* far_corrections;   ///< likewise, by far_rows
   std::uint32_t* fetched;  ///< far rows that are fetched, as an AttendJob wants them; null: the CPU is told of all
   std::uint32_t index;  ///< row * kv_heads + KV head
   std::uint32_t plane;
@@ -103,9 +105,10 @@ __device__ inline std::uint32_t masked(const ForwardMemory& m, const Work& work,
 
 /// Marks every token of this block's that some head of the group attends. Whether all of it was foreseen. All threads
 /// of the cluster, which begins with a cluster_sync once all of its blocks have begun. `kProposes`: see ChoiceOf.
+/// `thresholds`: shared memory for those of a group, which are there when all threads of the block have met.
 template <bool kProposes>
 __device__ inline bool mark(const ForwardMemory& m, const Work& work, const Foresight& foresight, ChoiceShared& s,
-                            Candidate* lists, std::uint32_t room, const Marks& marks) {
+                            DrawThresholds* thresholds, Candidate* lists, std::uint32_t room, const Marks& marks) {
   const ForwardRow& row = work.row;
   const bool chosen = !kProposes || row.asks == 0;  // Else the CPU chooses, whatever the row has cut of its scores.
   marks.fill([&](std::uint32_t first) { return window_bits(row, first) | (chosen ? masked(m, work, first) : 0u); });
@@ -119,7 +122,8 @@ __device__ inline bool mark(const ForwardMemory& m, const Work& work, const Fore
                           .heads = m.shape.group(),
                           .begin = row.sink_end,
                           .end = row.recent_begin,
-                          .picks = row.picks};
+                          .picks = row.picks,
+                          .drawn = row.draws.any() ? thresholds : nullptr};
     const Learner learner = learner_of(m, work, foresight, Choice::keys(room));
     Foreseen foreseen(s.foreseen, s.cut, reinterpret_cast<std::uint32_t*>(lists), learner, choices);
     // Keys were scored before anybody looked at what is proposed.

@@ -20,6 +20,7 @@ void load_forward_attend_chosen_kernels();
 void load_forward_attend_whole_kernels();
 void load_forward_await_kernel();
 void load_forward_apply_kernels();
+void load_forward_key_means_kernels();
 void load_forward_audit_kernels();
 void load_forward_fill_kernel();
 void load_forward_near_kernels();
@@ -119,6 +120,15 @@ __device__ void put_out(const ForwardLayer& layer, std::byte* row, std::uint32_t
   }
 }
 
+/// A query head's error bar, see EngineStats.
+__device__ void count_error(ForwardState& state, const DrawThresholds& thresholds, std::uint32_t drawn, float lse) {
+  const float bar = sqrtf(static_cast<float>(drawn)) * __expf(thresholds.largest_left - lse);
+  const auto millionths = static_cast<unsigned long long>(1e6f * fminf(bar, ErrorBar::kMost));
+  atomicAdd(reinterpret_cast<unsigned long long*>(&state.drawn_heads), 1ull);
+  if (millionths != 0) atomicAdd(reinterpret_cast<unsigned long long*>(&state.error_bars), millionths);
+  if (millionths > ErrorBar::kWide) atomicAdd(reinterpret_cast<unsigned long long*>(&state.wide_bars), 1ull);
+}
+
 /// Thread block i: row i / kv_heads, KV head i % kv_heads. `kTeams`: rows are teams. `rest_parts`: of what rows leave.
 /// `linked`: as in ForwardScratch, null if there is none. The layer's foresight has been used: its candidates are no
 /// more, and centers move.
@@ -190,6 +200,9 @@ __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, con
                                {.any = has_far && !(asks && far_lse == kEmptyLse), .lse = far_lse},
                                {.any = goes_on && rest != kEmptyLse, .lse = goes_on ? rest : kEmptyLse});
     weights[threadIdx.x] = goes_on ? mine : Weights{.lse = __int_as_float(0x7fc0'0000)};
+    if (const ForwardRow here = chooses.in(layer.layer, m.window);
+        goes_on && here.draws.any() && threadIdx.x < heads)
+      count_error(*m.state, m.thresholds[h], here.picks - 1, mine.lse);
     if (layer.lse != nullptr && threadIdx.x < heads) {
       const std::uint64_t at = packed + draft_of(threadIdx.x);
       const std::uint32_t own_head = threadIdx.x - draft_of(threadIdx.x) * own;
@@ -241,6 +254,7 @@ void load_forward_kernels() {
   detail::load_forward_attend_whole_kernels();
   detail::load_forward_await_kernel();
   detail::load_forward_apply_kernels();
+  detail::load_forward_key_means_kernels();
   detail::load_forward_audit_kernels();
   detail::load_forward_fill_kernel();
   detail::load_forward_near_kernels();

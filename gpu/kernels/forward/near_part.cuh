@@ -51,7 +51,7 @@ class NearPart {
     detail::QueryPiece<kDim, 1> query;
     query.load({.q = m_.q + first() * kDim, .heads = m_.shape.group()});
     if (threadIdx.x == 0) {
-      s_.slice = {.base = m_.near, .page_tokens = m_.layout.page_tokens};
+      s_.slice = {.base = m_.near, .page_tokens = m_.layout.page_tokens, .corrected = work_.row.draws.any() ? 1u : 0u};
       s_.forward = static_cast<std::uint32_t>(m_.state->forward);
     }
     query.template store<T>(s_.q, score_scale * detail::kLog2E);
@@ -59,7 +59,10 @@ class NearPart {
   }
 
   /// The near ones of what was found, see Found::find. Warps below kAsker.
-  __device__ void attend(const std::uint32_t* entries, std::uint32_t count) {
+  __device__ void attend(const Found& found) {
+    const std::uint32_t* const entries = found.entries();
+    const std::uint32_t count = found.count();
+    const bool corrected = found.corrected();
     const std::uint32_t shift = m_.page_shift;
     const std::uint32_t base = m_.near_entry(work_.plane, 0);
     const auto rows_at = [&](std::uint32_t unit) {
@@ -68,7 +71,8 @@ class NearPart {
       const std::uint32_t place = entry & ~kNearBit;
       // Pages have K rows, then V rows.
       const std::uint32_t row = base + (((place >> shift) << (shift + 1)) | (place & ((1u << shift) - 1)));
-      return (entry & kNearBit) != 0 ? detail::UnitRows{row, kAll} : detail::UnitRows{};
+      if ((entry & kNearBit) == 0) return detail::UnitRows{detail::kNoRow, corrected ? detail::kNoCorrection : 0};
+      return detail::UnitRows{row, corrected ? __float_as_uint(found.correction(i)) : kAll};
     };
     const std::uint32_t warp = threadIdx.x / kWarp;
     const std::uint32_t units = (count + 15) / 16;
@@ -92,7 +96,7 @@ class NearPart {
       ring.read_keys(keys, slot);
       detail::score<T, kDim>(scores[0], keys, s_.q[0]);
     }
-    detail::leave_out(scores, members);
+    detail::admit(scores, members, s_.slice.corrected != 0);
     detail::raise_tops(sum_, scores);
     const detail::Weights weights[1] = {
         detail::weigh<T>(scores[0], sum_.top[0], sum_.mass[0], detail::UnitScales<false>{})};

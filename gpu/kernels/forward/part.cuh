@@ -55,6 +55,7 @@ class Part {
 struct Cut {
   std::uint32_t key = 0;
   std::uint32_t tie = 0;
+  std::uint32_t ahead = kAll;  ///< of what is drawn: the least key that is taken
   __device__ bool takes(std::uint32_t k, std::uint32_t token) const { return k > key || (k == key && ~token > tie); }
   __device__ bool takes_nothing() const { return key == kAll && tie == kAll; }
 };

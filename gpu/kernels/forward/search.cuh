@@ -30,6 +30,9 @@ struct Choices {
   std::uint32_t end = 0;
   std::uint32_t picks = 0;
   std::uint32_t first = 0;  ///< head: the others are counted from it
+  /// Shared memory of each block of the cluster, [heads] from the row's first head on; not null: tokens are drawn, one
+  /// fewer than `picks`, and here is written by what.
+  DrawThresholds* drawn = nullptr;
 
   [[nodiscard]] __device__ float score(std::uint32_t h, std::uint32_t token) const {
     return __ldg(scores + std::uint64_t{first + h} * stride + token);
@@ -81,13 +84,34 @@ class RowSearch {
     if (c_.picks >= c_.end - c_.begin) return {.key = 0, .tie = 0};
     detail::cluster_sync();  // What the search before this one has left has been read.
     const Kth kth = search({.head = h}, least, kAll - least, c_.picks);
-    if (kth.ties == kth.equal) return {.key = kth.value, .tie = 0};
+    const bool drawn = c_.drawn != nullptr;
+    if (kth.ties == kth.equal && !drawn) return {.key = kth.value, .tie = 0};
     const Kth last =
         search({.head = h, .ties = true, .key = kth.value}, ~(c_.end - 1), c_.end - 1 - c_.begin, kth.ties);
-    return {.key = kth.value, .tie = last.value - 1};  // No token comes twice.
+    Cut cut{.key = kth.value, .tie = last.value - (drawn ? 0 : 1)};  // No token comes twice.
+    if (drawn) cut.ahead = least_taken(h, cut);
+    return cut;
   }
 
  private:
+  /// The least key of all blocks' that a cut takes.
+  __device__ std::uint32_t least_taken(std::uint32_t h, const Cut& cut) {
+    std::uint32_t least = kAll;
+    for_each_key(part_, c_, h, [&](std::uint32_t key, std::uint32_t token) {
+      if (cut.takes(key, token)) least = min(least, key);
+    });
+    least = __reduce_min_sync(kAll, least);
+    __syncthreads();
+    if (threadIdx.x == 0) s_.ahead = kAll;
+    __syncthreads();
+    if (threadIdx.x % kWarp == 0) atomicMin(&s_.ahead, least);
+    detail::cluster_sync();
+    for (std::uint32_t b = 0; b < part_.blocks(); ++b)
+      least = min(least, detail::load_in_cluster(detail::address_in(&s_.ahead, b)));
+    detail::cluster_sync();  // All have read what the next search writes to.
+    return least;
+  }
+
   /// What all blocks search together: a head's keys or, of those equal to `key`, the complements of their tokens.
   struct Query {
     std::uint32_t head = 0;

@@ -41,6 +41,7 @@ __device__ void write_jobs(const ForwardMemory& m, const ForwardScratch& scratch
     const std::uint64_t out = (first + begin) * m.shape.head_dim;
     AttendJob job{.q = m.q + out,
                   .base = m.near,
+                  .scores = work.near_corrections,
                   .out = m.near_out + out,
                   .lse = m.near_lse + first + begin,
                   .lists = work.near_rows,
@@ -52,10 +53,12 @@ __device__ void write_jobs(const ForwardMemory& m, const ForwardScratch& scratch
                   .slices = slices_of(listed.near, scratch.slices),
                   .first_slice = at % scratch.jobs_at_once * scratch.slices,
                   .first_partial = at % scratch.jobs_at_once * scratch.slices,
-                  .counter = at};
+                  .counter = at,
+                  .corrected = work.near_corrections != nullptr ? 1u : 0u};
     scratch.jobs[at] = job;
     if (!m.fetches()) continue;
     job.base = m.far_plane(work.plane);
+    if (job.corrected != 0) job.scores = work.far_corrections + (listed.far - fetched_of(m, work, listed.far));
     job.out = m.fetched_out + out;
     job.lse = m.fetched_lse + first + begin;
     job.lists = work.fetched;
@@ -95,8 +98,14 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
     if (work.row.whole()) {
       listed = list_all(m, work, s.list, marks.part());
     } else {
-      foreseen = mark<kProposes>(m, work, foresight, s.choice, memory, room, marks);
-      Found found(s.list, reinterpret_cast<std::uint32_t*>(memory), 2 * Choice::memory(room), marks);
+      foreseen = mark<kProposes>(m, work, foresight, s.choice, s.drawn.thresholds, memory, room, marks);
+      auto* const words = reinterpret_cast<std::uint32_t*>(memory);
+      const std::uint32_t half = Choice::memory(room);
+      const Drawn drawn(m, work, s.drawn);
+      const bool draws = drawn.any();
+      Found found(s.list, words, draws ? half : 2 * half, marks, draws ? words + half : nullptr,
+                  draws ? &drawn : nullptr);
+      if (draws && first) put_thresholds(m, work, s.drawn);
       listed = list_rows(m, work, s.list, found, marks.part());
     }
   }

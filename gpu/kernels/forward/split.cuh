@@ -10,6 +10,7 @@ namespace sluice::gpu::forward {
 
 struct SplitShared {
   ChoiceShared choice;
+  DrawnShared drawn;
   ListShared list;
   RestShared rest;
 };
@@ -19,9 +20,12 @@ __device__ inline Work work_of(const ForwardMemory& m, const ForwardScratch& scr
                                std::uint32_t layer, std::uint32_t list_room) {
   const std::uint32_t index = blockIdx.z * m.shape.kv_heads + blockIdx.y;
   const std::uint64_t first = std::uint64_t{index} * list_room;
+  const bool draws = row.draws.any();
   return {.row = row,
           .near_rows = m.near_lists + first,
           .far_rows = scratch.far_rows + first,
+          .near_corrections = draws ? m.near_corrections_of(index) : nullptr,
+          .far_corrections = draws ? scratch.far_corrections + std::uint64_t{index} * m.draw_room() : nullptr,
           .fetched = m.fetches() && row.asks == 0 ? scratch.fetched + first : nullptr,
           .index = index,
           .plane = m.plane(layer, blockIdx.y)};
@@ -82,7 +86,7 @@ __device__ inline void tell(const ForwardMemory& m, std::uint32_t layer, const W
   if (first) {
     m.near_counts[work.index] = listed.near;
     m.far_listed[work.index] = listed.far;
-    m.far_counts[work.index] = listed.far - fetched;
+    m.far_counts[work.index] = (listed.far - fetched) | (work.far_corrections != nullptr ? kDrawnBit : 0);
     if (m.fetches()) m.fetch_heads[work.index] = fetched != 0 ? kAll : 0;
   }
   listed.far -= fetched;

@@ -44,10 +44,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (detail::cluster_rank() == 0 && threadIdx.x == 0) m.far_windows[work.index] = 0;
   const Marks marks(reinterpret_cast<std::uint32_t*>(memory + Choice::memory(room)), Part(work.row.tokens));
   const Part& part = marks.part();
-  const bool foreseen = mark<false>(m, work, foresight, s.choice, memory, room, marks);
+  const bool foreseen = mark<false>(m, work, foresight, s.choice, s.drawn.thresholds, memory, room, marks);
+  const Drawn drawn(m, work, s.drawn);
+  if (drawn.any() && detail::cluster_rank() == 0) put_thresholds(m, work, s.drawn);
   Near near(m, work, near_shared, reinterpret_cast<typename Near::WarpOut*>(memory));
   auto* const words = reinterpret_cast<std::uint32_t*>(memory);
-  Found found(s.list, words, Choice::memory(room), marks, words + Choice::memory(room));
+  Found found(s.list, words, Choice::memory(room), marks, words + Choice::memory(room),
+              drawn.any() ? &drawn : nullptr);
   if (work.row.asks != 0) link_rows = 0;  // The CPU adds to the list.
   const Listed listed = list_far(m, work, link_rows, near_shared.listed, link_shared.far, found, part);
   const Link link(m, work, link_shared);
@@ -70,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (std::uint32_t base = 0; base < part.count(); base += found.turn()) {
     if (!once) found.find(m, work, base);
     if (!asks) {
-      near.attend(found.entries(), found.count());
+      near.attend(found);
       near.use(found.entries(), found.count());
       if (has_rest) attended.add<false>(found.tokens(), found.count(), kAttendThreads);
     }

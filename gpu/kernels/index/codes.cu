@@ -1,5 +1,4 @@
 #include "gpu/device/cuda_error.hpp"
-#include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/index/codes.cuh"
 #include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/load.hpp"
@@ -16,21 +15,15 @@ __global__ void __launch_bounds__(kThreads)
     codes_kernel(const __grid_constant__ TaskArray<CodesTask> tasks, PageLayout pages) {
   const Int4Layout layout(pages);
   __shared__ CodesTask task;
+  __shared__ float staged[kThreads / kWarp][detail::kMostHeadDim];
   if (threadIdx.x == 0) task = tasks[blockIdx.x];
   __syncthreads();
-  for (std::uint32_t row = threadIdx.x / kWarp; row < task.rows; row += kThreads / kWarp) {
-    const std::byte* const k = task.page + std::uint64_t{row} * layout.head_dim * detail::kElementBytes<kType>;
-    if constexpr (detail::kScaled<kType>) {
-      const float scale = reinterpret_cast<const float*>(task.page + pages.scales_offset())[2 * row];
-      const auto key = [=](std::uint32_t channel) {
-        return __fmul_rn(detail::widen_e4m3(std::to_integer<std::uint32_t>(k[channel])), scale);
-      };
-      detail::codes_of_row(key, task.out, row, layout);
-    } else {
-      detail::codes_of_row([k](std::uint32_t channel) { return detail::load_element<kType>(k + channel * 2); },
-                           task.out, row, layout);
-    }
-  }
+  detail::HeadLanes mean = {};
+  if (task.mean != nullptr)
+    detail::each_channel(layout.head_dim, [&](std::uint32_t i, std::uint32_t channel) { mean[i] = task.mean[channel]; });
+  for (std::uint32_t row = threadIdx.x / kWarp; row < task.rows; row += kThreads / kWarp)
+    detail::codes_of_row(detail::PageKey<kType>(task.page, pages, row), mean, staged[threadIdx.x / kWarp], task.out,
+                         row, layout);
 }
 
 }  // namespace

@@ -15,7 +15,8 @@ struct ScoreInt4Shape {
   Int4Layout layout;
   DType dtype = DType::bf16;  ///< of the pages that tails lie in
   std::uint32_t group = 0;
-  float scale = 0.f;  ///< AttentionShape::score_scale
+  float scale = 0.f;    ///< AttentionShape::score_scale
+  float softcap = 0.f;  ///< of what is drawn by, see AttentionShape
   std::uint32_t multiprocessors = 0;
 };
 

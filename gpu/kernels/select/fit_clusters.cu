@@ -8,6 +8,7 @@
 
 #include "gpu/head_dims.hpp"
 #include "gpu/kernels/elements.cuh"
+#include "gpu/kernels/index/rotate.cuh"
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
@@ -48,18 +49,38 @@ __device__ __forceinline__ std::uint32_t scored_token(const ChooseClustersTask& 
   return token_at(task, memory, task.samples.position(i - task.anyway()));
 }
 
+/// The first warp stages the query of head blockIdx.y.
+template <std::uint32_t kDim>
+__device__ void stage_query(const ChooseClustersTask& task, float (&query)[kDim], float& shift) {
+  float values[kDim / 32];
+  float along = 0.f;
+#pragma unroll
+  for (std::uint32_t i = 0; i < kDim / 32; ++i) {
+    const std::uint32_t channel = i * 32 + threadIdx.x;
+    values[i] = task.q[blockIdx.y * kDim + channel];
+    if (task.mean != nullptr) along += values[i] * task.mean[channel];
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) along += __shfl_xor_sync(kAll, along, step);
+  detail::rotate(values, kDim);
+#pragma unroll
+  for (std::uint32_t i = 0; i < kDim / 32; ++i) query[i * 32 + threadIdx.x] = values[i];
+  if (threadIdx.x == 0) shift = along;
+}
+
 /// blockIdx.y is the query head, blockIdx.z the task; kLanes lanes have a token.
 template <std::uint32_t kDim>
 __global__ void __launch_bounds__(kSampleThreads)
     score_samples_kernel(const __grid_constant__ TaskArray<ChooseClustersTask> tasks, Int4Layout layout, float scale,
                          float softcap) {
   constexpr std::uint32_t kWords = kDim / 8;
-  __shared__ float query[kDim];
+  __shared__ float query[kDim];  // Rotated.
+  __shared__ float shift;        // Its product with the mean key.
   detail::wait_for_kernel_before();
   const ChooseClustersTask task = tasks[blockIdx.z];
   if (task.clusters == 0) return;
   const HeadMemory memory = memory_of(task, blockIdx.y);
-  if (threadIdx.x < kDim) query[threadIdx.x] = task.q[blockIdx.y * kDim + threadIdx.x];
+  if (threadIdx.x < 32) stage_query<kDim>(task, query, shift);
   __syncthreads();
   const std::uint32_t lane = threadIdx.x % kLanes;
   const std::uint32_t all = task.scored();
@@ -91,7 +112,7 @@ __global__ void __launch_bounds__(kSampleThreads)
     }
     const float unit = detail::widen_f16(static_cast<std::uint16_t>(stored & 0xffffu));
     const float zero = detail::widen_f16(static_cast<std::uint16_t>(stored >> 16));
-    float score = (unit * product + zero * sum) * scale;
+    float score = (unit * product + (zero * sum + shift)) * scale;
     if (softcap != 0.f) score = softcap * tanhf(score / softcap);
     // In the list, too, what is attended anyway would count twice.
     if (i >= task.anyway() && (token < task.sinks || token >= task.recent)) score = -INFINITY;

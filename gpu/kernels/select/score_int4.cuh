@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/index/int4.hpp"
+#include "gpu/kernels/index/rotate.cuh"
 #include "gpu/kernels/mma.cuh"
 #include "gpu/kernels/select/foresight.cuh"
 #include "gpu/kernels/select/score_cut.hpp"
@@ -42,7 +43,9 @@ struct Shared {
   std::int32_t q[kHeads][kHeadDim];  ///< in (-2^22, 2^22)
   float unit[kHeads];                ///< what a product has to be multiplied by
   float sum[kHeads];                 ///< over the channels, scaled
+  float shift[kHeads];               ///< its product with the mean key, scaled
   float least[kHeads];               ///< scores from here on are candidates
+  std::uint32_t draw[kHeads];        ///< keys of the heads' draws, if there are any
   /// Of each octet of the block's chunks. Those that are not there lie at the beginning.
   Places codes[kMostChunks * kOctets / kWarpOctets];
   std::uint32_t params[kMostChunks * kOctets];  ///< likewise
@@ -144,21 +147,39 @@ struct CenterRow {
   }
 };
 
-/// A warp stages its query. Returns what bounds of its scores go by, if `kForesees`.
+/// The mean key of the sequence likewise; null: 0.
+template <std::uint32_t kHeadDim>
+struct MeanRow {
+  float values[kHeadDim / kWarp];
+  __device__ __forceinline__ void load(const float* mean) {
+#pragma unroll
+    for (std::uint32_t i = 0; i < kHeadDim / kWarp; ++i)
+      values[i] = mean != nullptr ? mean[i * kWarp + threadIdx.x % kWarp] : 0.f;
+  }
+};
+
+/// A warp stages its query, rotated. Returns what bounds of its scores go by, if `kForesees`.
 template <std::uint32_t kHeadDim, bool kForesees>
 __device__ foresight::QueryMeasure stage_query(Shared<kHeadDim>& s, const QueryRow<kHeadDim>& query,
+                                               const MeanRow<kHeadDim>& mean,
                                                const CenterRow<kHeadDim, kForesees>& center, float scale) {
   const std::uint32_t head = threadIdx.x / kWarp;
   const std::uint32_t lane = threadIdx.x % kWarp;
   const float(&values)[kHeadDim / kWarp] = query.values;
   float most = 0.f;
   float sum = 0.f;
+  float shift = 0.f;
   float squares = 0.f;
   float along = 0.f;
+  float rotated[kHeadDim / kWarp];
+#pragma unroll
+  for (std::uint32_t i = 0; i < kHeadDim / kWarp; ++i) rotated[i] = values[i];
+  detail::rotate(rotated, kHeadDim);
 #pragma unroll
   for (std::uint32_t i = 0; i < kHeadDim / kWarp; ++i) {
-    most = fmaxf(most, fabsf(values[i]));
-    sum += values[i];
+    most = fmaxf(most, fabsf(rotated[i]));
+    sum += rotated[i];
+    shift += values[i] * mean.values[i];
     squares += values[i] * values[i];
     if constexpr (kForesees) along += values[i] * center.values[i];
   }
@@ -166,6 +187,7 @@ __device__ foresight::QueryMeasure stage_query(Shared<kHeadDim>& s, const QueryR
   for (int step = kWarp / 2; step > 0; step /= 2) {
     most = fmaxf(most, __shfl_xor_sync(detail::kAllLanes, most, step));
     sum += __shfl_xor_sync(detail::kAllLanes, sum, step);
+    shift += __shfl_xor_sync(detail::kAllLanes, shift, step);
     squares += __shfl_xor_sync(detail::kAllLanes, squares, step);
     if constexpr (kForesees) along += __shfl_xor_sync(detail::kAllLanes, along, step);
   }
@@ -175,10 +197,11 @@ __device__ foresight::QueryMeasure stage_query(Shared<kHeadDim>& s, const QueryR
   constexpr auto kMost = static_cast<float>((1 << kQueryBits) - 1);
 #pragma unroll
   for (std::uint32_t i = 0; i < kHeadDim / kWarp; ++i)
-    s.q[head][i * kWarp + lane] = __float2int_rn(fminf(fmaxf(values[i] * up, -kMost), kMost));
+    s.q[head][i * kWarp + lane] = __float2int_rn(fminf(fmaxf(rotated[i] * up, -kMost), kMost));
   if (lane == 0) {
     s.unit[head] = __int_as_float((127 + exponent - kQueryBits) << 23) * scale;
     s.sum[head] = sum * scale;
+    s.shift[head] = shift * scale;
   }
   return {.length = sqrtf(squares), .center = along * scale};
 }
@@ -208,7 +231,8 @@ template <std::uint32_t kHeadDim>
 /// What a lane needs to know of the query head whose scores it has of a fragment.
 struct LaneHead {
   bool there;
-  float unit, sum, least;  ///< see Shared
+  float unit, sum, shift, least;  ///< see Shared
+  std::uint32_t draw;
   float* out;              ///< of the part's first token that is the lane's
 };
 

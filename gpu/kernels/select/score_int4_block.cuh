@@ -1,6 +1,8 @@
 #pragma once
 
+#include "gpu/kernels/select/draw.cuh"
 #include "gpu/kernels/select/foresight.cuh"
+#include "gpu/kernels/select/power_sum.cuh"
 #include "gpu/kernels/select/score_int4_fragments.cuh"
 #include "gpu/kernels/select/score_int4_sums.cuh"
 
@@ -20,6 +22,12 @@ struct Eligible {
   std::uint32_t begin, end;
 };
 
+/// A score becomes what its head draws by. `softcap` as in AttentionShape.
+__device__ __forceinline__ float perturbed(float score, float softcap, std::uint32_t key, std::uint32_t token) {
+  const float capped = softcap != 0.f ? softcap * tanhf(score / softcap) : score;
+  return capped + draw::gumbel(key, token);
+}
+
 /// Scores of a warp's tokens from `at` on, of which a lane has four, for one fragment's heads: written out. Bit i of
 /// what it returns: score i is a candidate. `kWhole`: all tokens are there, and eligible.
 template <bool kWhole, std::uint32_t kHeadDim, std::uint32_t kFragments, bool kForesees>
@@ -27,14 +35,15 @@ __device__ __forceinline__ std::uint32_t score_turn(const Shared<kHeadDim>& s,
                                                     const Products<kHeadDim, kFragments>& products,
                                                     const float2 (&params)[kWarpOctets], std::uint32_t fragment,
                                                     const LaneHead& head, const Part& part, std::uint32_t at,
-                                                    std::uint32_t number, const Eligible& eligible,
-                                                    float (&scores)[kWarpOctets]) {
+                                                    std::uint32_t number, const Eligible& eligible, bool draws,
+                                                    float softcap, float (&scores)[kWarpOctets]) {
   std::uint32_t hits = 0;
   float* const out = head.out + at;
 #pragma unroll
   for (std::uint32_t o = 0; o < kWarpOctets; ++o) {
     const std::uint32_t behind = kRows * o;  // Of the lane's first one.
-    scores[o] = params[o].x * (products.of(fragment, o) * head.unit) + params[o].y * head.sum;
+    scores[o] = params[o].x * (products.of(fragment, o) * head.unit) + (params[o].y * head.sum + head.shift);
+    if (draws) scores[o] = perturbed(scores[o], softcap, head.draw, at + lane_row() + behind);
     bool candidate = kForesees && scores[o] >= head.least;
     if constexpr (kWhole) {
       if (head.there) out[behind] = scores[o];
@@ -67,8 +76,10 @@ __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part
   constexpr bool kAhead = kHeadDim * kFragments <= 128;
   constexpr bool kTellsWhole = kHeadDim <= 128;  // Likewise.
   QueryRow<kHeadDim> query;
-  CenterRow<kHeadDim, kForesees> center;  // Of all heads.
+  MeanRow<kHeadDim> mean;                 // Of all heads, as is:
+  CenterRow<kHeadDim, kForesees> center;
   if (kAhead) query.load(queries, part.first_head, min(kAtOnce, part.heads));
+  if (kAhead) mean.load(s.task.mean);
   if (kForesees) center.load(foresight.centers + std::uint64_t{list} * kHeadDim);
   stage_octets(s, part, shape.layout, cut.chunks);
   __syncthreads();
@@ -76,16 +87,21 @@ __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part
   const Eligible eligible{s.task.sinks, s.task.recent};
   for (std::uint32_t first = 0; first < part.heads; first += kAtOnce) {
     const std::uint32_t heads = min(kAtOnce, part.heads - first);
-    if (!kAhead || first != 0) query.load(queries, part.first_head + first, heads);
+    if (!kAhead || first != 0) {
+      query.load(queries, part.first_head + first, heads);
+      mean.load(s.task.mean);  // Again: it is not kept over the loop.
+    }
     if (first != 0) __syncthreads();  // The queries before these have been read.
     WarpRows<kHeadDim> next;
     if (kAhead) next.load(s, row, part.octet(0), part.first(0) < part.count);
     const foresight::Finder finder(foresight, std::uint64_t{list} * group + first);
-    const foresight::QueryMeasure measure = stage_query(s, query, center, shape.scale);
+    const foresight::QueryMeasure measure = stage_query(s, query, mean, center, shape.scale);
     if (kForesees && threadIdx.x % kWarp == 0) {
       const std::uint32_t head = threadIdx.x / kWarp;
       s.least[head] = head < heads ? finder.least(head, measure) : INFINITY;
     }
+    const bool draws = s.task.draws.any();
+    if (draws && threadIdx.x < kHeads) s.draw[threadIdx.x] = s.task.draws.key_of(part.first_head + first + threadIdx.x);
     __syncthreads();
     QueryFragments<kHeadDim, kFragments> q;
     q.load(s);
@@ -96,7 +112,9 @@ __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part
       lane_heads[f] = {.there = head < heads,
                        .unit = s.unit[head],
                        .sum = s.sum[head],
+                       .shift = s.shift[head],
                        .least = kForesees ? s.least[head] : 0.f,
+                       .draw = s.draw[head],
                        .out = s.task.out + std::uint64_t{part.first_head + first + head} * part.stride + lane_row()};
     }
     std::uint32_t found[kFragments] = {};
@@ -123,9 +141,10 @@ __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part
         const LaneHead& head = lane_heads[f];
         float scores[kWarpOctets];
         const std::uint32_t hits = all ? score_turn<true, kHeadDim, kFragments, kForesees>(
-                                             s, products, params, f, head, part, at, number, eligible, scores)
+                                             s, products, params, f, head, part, at, number, eligible, draws, shape.softcap, scores)
                                        : score_turn<false, kHeadDim, kFragments, kForesees>(
-                                             s, products, params, f, head, part, at, number, eligible, scores);
+                                             s, products, params, f, head, part, at, number, eligible, draws,
+                                             shape.softcap, scores);
         if (sums.sums != nullptr) weigh(weighed[f], scores, sums.softcap);
         if constexpr (kForesees) {
           // What is chosen is often close together: most turns have nothing to add, or of one octet.

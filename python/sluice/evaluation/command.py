@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 import platform
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.evaluation.failures import Failures
 from sluice.evaluation.inputs import BYTES, Bytes, Task, Tokenizer, Vocabulary, Window, read_tasks, read_windows
-from sluice.evaluation.policies import split_policies
-from sluice.serving.arguments import add_model, check_folder, check_options, device_of, number, options_of
+from sluice.evaluation.policies import split_policies, with_floor
+from sluice.evaluation.sources import CODE, PROSE, text_of
+from sluice.options import DENSE_AUTO
+from sluice.serving.arguments import (add_model, check_adapter, check_folder, check_options, device_of, number,
+                                      options_of)
 from sluice.serving.ranks import Launch
 
 if TYPE_CHECKING:
@@ -29,13 +33,16 @@ def add_command(commands: Any) -> None:
     add_model(command, "5%% of --host-bytes, less where little is free")
     add = command.add_argument
     add("--policies", default="full;sluice", help="comma list; a comma followed by key=value goes on with the policy "
-        "before it, ; always ends it (%(default)s)")
+        "before it, ; always ends it; full is there always, as the floor (%(default)s)")
+    add("--dense-tokens", type=number(int, 0, DENSE_AUTO), default=0, metavar="N", help="sequences of up to N tokens "
+        "attend everything, whatever the policy says (%(default)s)")
     add("--tokenizer", help='another folder\'s, or "bytes": every byte of a text is a token (the model\'s)')
-    add("--text", metavar="FILE", help="perplexity, and how far policies move the next token's distribution")
+    add("--text", metavar="FILE", help="perplexity, and how far policies move the next token's distribution; prose, "
+        "code: the reference of Python's language, and modules of its library")
     add("--tokens", type=number(int, 2), default=4096, help="of a window of the text (%(default)s)")
     add("--windows", type=number(int, 1), default=8, help="that do not overlap (%(default)s)")
-    add("--score", type=number(int, 1), default=64, help="last tokens of a window, which are decoded one by one and "
-        "scored (%(default)s)")
+    add("--score", type=number(int, 1), default=64, help="last tokens of a window that are scored: each is foretold by "
+        "a token that chooses as if decoded, as the policy says (%(default)s)")
     add("--tasks", metavar="FILE", help='a JSON object on each line, {"task": name, "length": tokens, "prompt": ..., '
         '"answer": ...}; prompt and answer are texts or lists of token ids')
     add("--chat", action="store_true", help="prompts of tasks are what a user says in the model's chat template")
@@ -44,23 +51,51 @@ def add_command(commands: Any) -> None:
     add("--max-tokens", type=number(int, 1), help="of an answer (what the right one takes; 8 more if it is text)")
     add("--match", choices=("begins", "contains"), default="begins", help="an answer is right if it begins with the "
         "task's, or contains it (%(default)s)")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of the windows' places, and of the bootstrap "
-        "(%(default)s)")
+    add("--make-tasks", metavar="FILE", help="write tasks of retrieval and tracing for --tasks, whose prompts are "
+        "parts of --text (prose) and --code, and no more")
+    add("--code", metavar="FILE", default=CODE, help="of --make-tasks (%(default)s)")
+    add("--lengths", type=lengths, default=[4096], help="of prompts that are made, in tokens, a comma list (4096)")
+    add("--count", type=number(int, 1), default=16, help="of each of six tasks and each length (%(default)s)")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of the windows' places, of the bootstrap, and of "
+        "tasks that are made (%(default)s)")
     add("--json", metavar="FILE", help="also all that was found, token by token and answer by answer; -: on standard "
         "output, instead of the tables")
     command.set_defaults(call=evaluate)
 
 
+def lengths(text: str) -> list[int]:
+    return [number(int, 256)(part) for part in text.split(",")]
+
+
+def make_tasks(arguments: argparse.Namespace) -> int:
+    from sluice.evaluation import report
+    from sluice.evaluation.making import Texts, made_tasks
+
+    check_folder(arguments.model)
+    with report.target(arguments.make_tasks, "--make-tasks") as target:
+        texts = Texts(text_of(arguments.text or PROSE), text_of(arguments.code))
+        made = made_tasks(_vocabulary(arguments, None), texts, arguments.lengths, arguments.count, arguments.seed)
+        lines = [json.dumps(line) + "\n" for line in made]
+        written = target.write_text("".join(lines))
+        if written and arguments.make_tasks != "-":
+            print(f"{len(lines)} tasks in {arguments.make_tasks}")
+        return int(not written)
+
+
 def evaluate(arguments: argparse.Namespace) -> int:
+    if arguments.make_tasks:
+        return make_tasks(arguments)
     if not (arguments.text or arguments.tasks):
-        raise InvalidArgument("there is nothing to evaluate on; give --text FILE, --tasks FILE or both")
+        raise InvalidArgument("there is nothing to evaluate on; give --text FILE, --tasks FILE or both; "
+                              "--make-tasks FILE makes tasks")
     if Launch.of_environment().ranks > 1:
         raise Unsupported("eval runs in one process; start it without torchrun")
-    policies = split_policies(arguments.policies)
-    options = options_of(arguments)
+    policies = with_floor(split_policies(arguments.policies))
+    options = {"dense_tokens": arguments.dense_tokens, **options_of(arguments)}
     for policy in policies:
         check_options(options, policy)
     check_folder(arguments.model)
+    check_adapter(arguments.adapter)
 
     from sluice.evaluation import report
 
@@ -83,7 +118,7 @@ def run(arguments: argparse.Namespace, policies: Sequence[str], options: dict[st
     """All that was asked for, as --json has it. What can be refused is before anything runs."""
     from sluice._transformers_support import longest
     from sluice.evaluation.answers import Rules
-    from sluice.evaluation.decoding import check
+    from sluice.evaluation.decoding import ROWS, check, groups
     from sluice.evaluation.report import Progress
     from sluice.serving.load import end_ids, load_config
 
@@ -95,25 +130,26 @@ def run(arguments: argparse.Namespace, policies: Sequence[str], options: dict[st
     rules = Rules(arguments.decode_prompt, arguments.max_tokens, arguments.match == "contains", vocabulary)
     most = _check_sizes(arguments, windows, tasks, rules, longest(config), config.vocab_size)
     setup = _load(arguments, config, options)
-    for policy in policies:
-        check(setup, policy, most)
+    rows = max(arguments.score if windows else 1, ROWS if tasks else 1)
+    together = groups(setup, policies, rows)
+    for group in together:
+        check(setup, group, most, rows)
     rules = dataclasses.replace(rules, ends=end_ids(setup.model, vocabulary().tokenizer if arguments.chat else None))
     progress = Progress((len(windows) + len(tasks)) * (1 + len(policies)))
     try:
         return {"command": "eval", "config": _config_of(arguments, setup, policies), "versions": _versions(),
-                **_text(arguments, setup, windows, policies, progress),
-                **_tasks(setup, tasks, rules, policies, progress)}
+                **_text(arguments, setup, windows, together, progress),
+                **_tasks(setup, tasks, rules, together, progress)}
     finally:
         progress.clear()
 
 
 def _load(arguments: argparse.Namespace, config: Any, options: dict[str, Any]) -> Setup:
-    from sluice.evaluation.decoding import Setup
+    from sluice.evaluation.decoding import Setup, own_attention
     from sluice.serving.load import load_model
 
-    # The library's sdpa, which most models begin with, leaves a soft-cap out.
-    attention = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
-    model = load_model(arguments.model, arguments.dtype, arguments.trust_remote_code, **attention)
+    model = load_model(arguments.model, arguments.dtype, arguments.trust_remote_code, arguments.adapter,
+                       **own_attention(config))
     model = model.to(device_of(arguments)).eval()
     if arguments.near_bytes is not None:
         options = {**options, "near_bytes": arguments.near_bytes}
@@ -149,26 +185,25 @@ def _check_sizes(arguments: argparse.Namespace, windows: Sequence[Window], tasks
     return max(tokens for _, tokens, _ in sequences)
 
 
-def _text(arguments: argparse.Namespace, setup: Setup, windows: Sequence[Window], policies: Sequence[str],
+def _text(arguments: argparse.Namespace, setup: Setup, windows: Sequence[Window], groups: Sequence[Sequence[str]],
           progress: Any) -> dict[str, Any]:
-    from sluice.evaluation.texts import score_windows, summary
+    from sluice.evaluation.texts import score_windows, summaries
 
     if not windows:
         return {}
     failures = Failures(progress.clear)
-    scores = score_windows(setup, windows, arguments.score, policies, progress.told, failures)
-    return {"text": {"results": [summary(policy, given, scores["dense"], arguments.seed)
-                                 for policy, given in scores.items()], "failed": failures.reasons}}
+    scores = score_windows(setup, windows, arguments.score, groups, progress.told, failures)
+    return {"text": {"results": summaries(scores, arguments.seed), "failed": failures.reasons}}
 
 
-def _tasks(setup: Setup, tasks: Sequence[Task], rules: Rules, policies: Sequence[str],
+def _tasks(setup: Setup, tasks: Sequence[Task], rules: Rules, groups: Sequence[Sequence[str]],
            progress: Any) -> dict[str, Any]:
     from sluice.evaluation.answers import answer_tasks, items, summaries
 
     if not tasks:
         return {}
     failures = Failures(progress.clear)
-    answers = answer_tasks(setup, tasks, rules, policies, progress.told, failures)
+    answers = answer_tasks(setup, tasks, rules, groups, progress.told, failures)
     return {"tasks": {"results": summaries(tasks, answers), "items": items(tasks, answers, rules),
                       "failed": failures.reasons}}
 

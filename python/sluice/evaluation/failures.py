@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from sluice.errors import Error
 
@@ -20,10 +20,18 @@ class Failures:
     @contextlib.contextmanager
     def of(self, policy: str) -> Iterator[None]:
         """Ends the block if the policy fails in it, and says so on standard error."""
+        with self.of_all([policy]):
+            yield
+
+    @contextlib.contextmanager
+    def of_all(self, policies: Sequence[str]) -> Iterator[None]:
+        """Likewise of those that have an engine in common, but for what has failed before."""
         try:
             yield
         except (Error, RuntimeError, MemoryError) as error:  # RuntimeError: what torch raises.
-            self.reasons[policy] = f"{type(error).__name__}: {error}"
             self._before_message()
-            print(f"sluice: the policy {policy} has failed and is not among the results: {error}", file=sys.stderr,
-                  flush=True)
+            for policy in policies:
+                if policy not in self.reasons:
+                    self.reasons[policy] = f"{type(error).__name__}: {error}"
+                    print(f"sluice: the policy {policy} has failed and is not among the results: {error}",
+                          file=sys.stderr, flush=True)

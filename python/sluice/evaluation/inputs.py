@@ -6,10 +6,10 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from sluice.errors import InvalidArgument
+from sluice.evaluation.sources import text_of
 
 BYTES = "bytes"
 
@@ -88,7 +88,7 @@ class Window:
 def read_windows(path: str, vocabulary: Vocabulary, tokens: int, count: int, seed: int) -> list[Window]:
     """Windows of as many tokens at random places that do not overlap.
     @throws InvalidArgument if the text is too short"""
-    ids, begins = vocabulary.encode(read_text(path)), vocabulary.begins
+    ids, begins = vocabulary.encode(text_of(path)), vocabulary.begins
     each = tokens - len(begins)
     spare = len(ids) - count * each
     if spare < 0:
@@ -116,7 +116,7 @@ def read_tasks(path: str, vocabulary: Any, chat: bool) -> list[Task]:
     """The tasks of a file, a JSON object on each line. `vocabulary`: a function that loads it, if a line needs it.
     @throws InvalidArgument with the line that is wrong"""
     tasks = [_task(f"{path}, line {number}", number, line, vocabulary, chat)
-             for number, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
+             for number, line in enumerate(text_of(path).split("\n"), 1) if line.strip()]
     if not tasks:
         raise InvalidArgument(f'{path} has no tasks; write one on each line, as {{"prompt": "...", "answer": "..."}}')
     return tasks
@@ -149,10 +149,3 @@ def _text_or_ids(where: str, name: str, value: Any) -> str | list[int]:
     if not value or not (isinstance(value, str) or ids):
         raise InvalidArgument(f"{where}: {name} must be a text or a list of token ids, and not empty")
     return value
-
-
-def read_text(path: str) -> str:
-    try:
-        return Path(path).read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"{path} is no text of UTF-8: {error}") from None

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from sluice.errors import InvalidArgument
+
+
+FLOOR = "full"
+"""What differs from dense attention by the order of its sums alone: no policy can be told from dense attention that is
+as near to it."""
+
+
+def with_floor(policies: Sequence[str]) -> list[str]:
+    return list(policies) if FLOOR in policies else [FLOOR, *policies]
 
 
 def split_policies(text: str) -> list[str]:

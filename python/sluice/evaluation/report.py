@@ -14,35 +14,40 @@ from pathlib import Path
 from typing import Any
 
 from sluice.errors import InvalidArgument
+from sluice.evaluation.policies import FLOOR
 
-_TEXT_NOTE = ("Tokens of the text that are decoded one by one, against the model's own attention (dense). KL(dense || "
-              "policy) in nats. [...]: 95% by bootstrap of windows")
-_TASK_NOTE = ("Greedy answers. [...]: Wilson's 95%. only dense, only policy: answers that one of the two alone has "
-              "right; p: exact McNemar test of these")
+_READ_NOTE = (f"{FLOOR} is the floor: the model's own attention in other sums. attended, bytes read: tokens, and keys, "
+              "values and what was read to choose, as shares of dense attention's")
+_TEXT_NOTE = ("Tokens of the text that choose as if decoded one by one, against the model's own attention (dense). "
+              f"KL(dense || policy) in nats. [...]: 95% by bootstrap of windows. {_READ_NOTE}")
+_TASK_NOTE = ("Greedy answers. same answer: token by token as dense attention's. [...]: Wilson's 95%. only dense, only "
+              f"policy: answers that one of the two alone has right; p: exact McNemar test of these. {_READ_NOTE}")
 
 
 def text_table(summaries: Sequence[dict[str, Any]]) -> str:
-    header = ["policy", "perplexity", "x dense", "KL mean", "KL p99", "KL max", "same token", "attended"]
+    header = ["policy", "perplexity", "x dense", "KL mean", "x floor", "KL p99", "KL max", "same token", "attended",
+              "bytes read"]
     rows = []
     for each in summaries:
         against = [_with(each["perplexity_ratio"], each["perplexity_ratio_95"], "{:.4f}"),
-                   _with(each["kl_mean"], each["kl_mean_95"], "{:.2g}"), f"{each['kl_p99']:.2g}",
+                   _with(each["kl_mean"], each["kl_mean_95"], "{:.2g}"), _times(each["kl_over_floor"]),
+                   f"{each['kl_p99']:.2g}",
                    f"{each['kl_max']:.2g}", _percent(each["same_token"])]
         rows.append([each["policy"], _with(each["perplexity"], each["perplexity_95"], "{:.4g}"),
-                     *(["-"] * len(against) if each["policy"] == "dense" else against), _percent(each["attended"])])
+                     *(["-"] * len(against) if each["policy"] == "dense" else against), *_read(each)])
     return f"{_TEXT_NOTE}\n\n{grid([header, *rows], words=1)}"
 
 
 def task_table(summaries: Sequence[dict[str, Any]]) -> str:
     header = ["task", "length", "policy", "prompts", "accuracy", "only dense", "only policy", "p", "same answer",
-              "attended"]
+              "attended", "bytes read"]
     rows = []
     for each in summaries:
         against = [str(each["only_dense"]), str(each["only_policy"]), f"{each['p_value']:.2g}",
                    _percent(each["same_answer"])]
         rows.append([each["task"], str(each["length"]), each["policy"], str(each["prompts"]),
                      _with(each["accuracy"], each["accuracy_95"], "{:.2f}"),
-                     *(["-"] * len(against) if each["policy"] == "dense" else against), _percent(each["attended"])])
+                     *(["-"] * len(against) if each["policy"] == "dense" else against), *_read(each)])
     return f"{_TASK_NOTE}\n\n{grid([header, *rows], words=3)}"
 
 
@@ -50,6 +55,18 @@ def _with(value: float, interval: tuple[float, float] | None, form: str) -> str:
     if interval is None:
         return form.format(value)
     return f"{form.format(value)} [{form.format(interval[0])}, {form.format(interval[1])}]"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _read(each: dict[str, Any]) -> list[str]:
+    """What is attended, and the bytes that are read. Where a policy chose nothing, words say so."""
+    if each["attended"] is None:
+        return ["-", "-"]
+    whole = " (attended whole)" if each["whole"] else ""
+    return [_percent(each["attended"]) + whole, _percent(each["bytes"])]
 
 
 def _percent(share: float | None) -> str:
@@ -77,15 +94,19 @@ def finite(value: Any) -> Any:
 
 
 class Target:
-    """Where JSON goes: a file that has all of it or stays as it was, standard output ("-"), or nowhere (None)."""
+    """Where results go: a file that has all of it or stays as it was, standard output ("-"), or nowhere (None)."""
 
-    def __init__(self, path: str | None) -> None:
-        self._path = path
+    def __init__(self, path: str | None, option: str) -> None:
+        self._path, self._option = path, option
         self._made: Path | None = None
 
     def write(self, results: dict[str, Any]) -> bool:
-        """What the file does not take, as on a full disk, goes to standard output, and standard error says so: False."""
-        text = json.dumps(finite(results), allow_nan=False) + "\n"
+        """As write_text()."""
+        return self.write_text(json.dumps(finite(results), allow_nan=False) + "\n")
+
+    def write_text(self, text: str) -> bool:
+        """What the file does not take, as on a full disk, goes to standard output, and standard error says so:
+        False."""
         if self._path == "-":
             sys.stdout.write(text)
         elif self._made is not None:
@@ -93,7 +114,7 @@ class Target:
                 self._made.write_text(text, "utf-8")
                 self._made.replace(self._path)
             except OSError as error:
-                print(f"sluice: --json {self._path} was not written: {error}; standard output has it",
+                print(f"sluice: {self._option} {self._path} was not written: {error}; standard output has it",
                       file=sys.stderr, flush=True)
                 sys.stdout.write(text)
                 return False
@@ -102,16 +123,17 @@ class Target:
 
 
 @contextlib.contextmanager
-def target(path: str | None) -> Iterator[Target]:
-    """@throws InvalidArgument, before anything has run, if there cannot be such a file"""
-    made = Target(path)
+def target(path: str | None, option: str = "--json") -> Iterator[Target]:
+    """`option` names the path.
+    @throws InvalidArgument, before anything has run, if there cannot be such a file"""
+    made = Target(path, option)
     if path not in (None, "-"):
         if Path(path).is_dir():
-            raise InvalidArgument(f"--json: {path} is a folder; name a file")
+            raise InvalidArgument(f"{option}: {path} is a folder; name a file")
         try:
             handle, name = tempfile.mkstemp(prefix=f".{Path(path).name}.", dir=Path(path).absolute().parent)
         except OSError as error:
-            raise InvalidArgument(f"--json: {path} cannot be written: {error.strerror}") from None
+            raise InvalidArgument(f"{option}: {path} cannot be written: {error.strerror}") from None
         os.fchmod(handle, 0o666 & ~_umask())  # mkstemp makes files for their owner alone.
         os.close(handle)
         made._made = Path(name)

@@ -6,30 +6,33 @@ import asyncio
 import hashlib
 import inspect
 import json
+import logging
 import secrets
-import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
 
-from sluice.errors import InvalidArgument
-from sluice.serving.answers import Form
-from sluice.serving.arguments import in_arguments
-from sluice.serving.guard import KEY_NUMBER, Answer, encoded
+from sluice.errors import InvalidArgument, Unsupported
+from sluice.serving.answers import Form, Shown
+from sluice.serving.chat_parts import texts_of
+from sluice.serving.guard import KEY_NUMBER, Answer
+from sluice.serving.guides import grammar_of
 from sluice.serving.metrics import Metrics
-from sluice.serving.process import Answers, EngineLost, EngineProcess, Ready
-from sluice.serving.protocol import MOST_CHOICES, ChatRequest, CompletionRequest, Refused
-from sluice.serving.requests import Chosen, Event
+from sluice.serving.process import EngineLost, EngineProcess, Ready
+from sluice.serving.protocol import (MOST_CHOICES, ChatRequest, CompletionRequest, DetokenizeRequest, Refused,
+                                     TokenizeRequest)
+from sluice.serving.sending import Counted, Stream, pieces, unless_gone, whole
 from sluice.serving.template import rendered
 from sluice.serving.tokens import TokenBytes
+from sluice.serving.tools import CallForm, call_form
 
 _LEAST_LONGEST = 16  # Characters: some texts become shorter before they become tokens.
-_T = TypeVar("_T")
+_MOST_NOTED = 64  # Names of fields, each of which is noted once.
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Answering:
         # One thread: tokenizers are not to be used by two at once.
         self._reader = ThreadPoolExecutor(1, "sluice-tokenizer")
         self._secret = secrets.token_bytes(32)
+        self._noted: set[str] = set()
+        self._call_form: CallForm | Unsupported | None = None  # Found when the first tool comes.
         self._places = 0  # Of requests whose prompts are being read.
         # No text of more characters fits: a token has no more than the longest.
         longest = max(map(len, tokenizer.get_vocab()), default=0)
@@ -76,7 +81,12 @@ class Answering:
             return [await self._read(self._tokenizer.encode, each) if isinstance(each, str) else each
                     for each in prompts]
 
-        return await self._answer(wants, request, read, len(prompts), chat=False)
+        def shown(ids: list[list[int]]) -> Shown:
+            texts = [each if isinstance(each, str) else self._tokenizer.decode(each, skip_special_tokens=True)
+                     for each in prompts] if wants.echo else None
+            return Shown(wants.logprobs is not None, wants.return_token_ids, texts, ids)
+
+        return await self._answer(wants, request, read, len(prompts), shown)
 
     async def chat(self, wants: ChatRequest, request: Request) -> Response:
         if not getattr(self._tokenizer, "chat_template", None):
@@ -88,8 +98,17 @@ class Answering:
             raise Refused(400, f"chat_template_kwargs may not have {', '.join(sorted(own))}",
                           param="chat_template_kwargs")
 
+        guide = self._grammar(wants.schema()) if wants.schema() is not None else None
+        options, begun = dict(wants.chat_template_kwargs), ""
+        form, forced = None, wants.forced()
+        if wants.tools and wants.tool_choice != "none":
+            options["tools"] = wants.told_tools()
+            form = await self._read(self._form_of_calls)
+            if forced is not None:
+                guide, begun = self._grammar(form.schema(forced)), form.before
+
         def tokens() -> list[int]:
-            text = rendered(self._tokenizer, messages, **wants.chat_template_kwargs)
+            text = rendered(self._tokenizer, messages, **options) + begun
             self._check_length(text, "messages")
             return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -104,20 +123,82 @@ class Answering:
                 raise Refused(400, f"the model's chat template does not take these messages: {error}",
                               param="messages") from None
 
-        return await self._answer(wants, request, read, 1, chat=True)
+        def shown(ids: list[list[int]]) -> Shown:
+            most = 1 if wants.parallel_tool_calls is False else None
+            return Shown(bool(wants.logprobs), wants.return_token_ids, None, ids, form, wants.told_tools(),
+                         forced is not None, most)
+
+        return await self._answer(wants, request, read, 1, shown, guide=guide, special=form is not None)
+
+    def _form_of_calls(self) -> CallForm:
+        """@throws Refused if the model calls no tools"""
+        if self._call_form is None:
+            try:
+                self._call_form = call_form(self._tokenizer)
+            except Unsupported as error:
+                self._call_form = error
+        if isinstance(self._call_form, Unsupported):
+            raise Refused(400, f"tools are not served: {self._call_form}", code="unsupported_parameter", param="tools")
+        return self._call_form
+
+    @staticmethod
+    def _grammar(schema: Any) -> str:
+        try:
+            return grammar_of(schema)
+        except Unsupported as error:
+            raise Refused(400, str(error), code="unsupported_parameter", param="response_format") from None
+        except InvalidArgument as error:
+            raise Refused(400, str(error), param="response_format") from None
+
+    async def tokenize(self, wants: TokenizeRequest) -> Response:
+        self.check_model(wants.model or self._front.name)
+
+        def read() -> list[int]:
+            if not wants.messages:
+                return self._tokenizer.encode(wants.prompt, add_special_tokens=wants.add_special_tokens)
+            text = rendered(self._tokenizer, texts_of(wants.messages), wants.add_generation_prompt)
+            return self._tokenizer.encode(text, add_special_tokens=False)
+
+        if wants.messages and not getattr(self._tokenizer, "chat_template", None):
+            raise Refused(400, "this model's tokenizer has no chat template", param="messages")
+        self._check_length(wants.prompt or "", "prompt")
+        try:
+            ids = await self._read(read)
+        except Refused:
+            raise
+        except Exception as error:
+            raise Refused(400, f"this cannot be made tokens of: {error}") from None
+        names = [self._tokens.name(token) for token in ids] if wants.return_token_strs else None
+        return Answer({"count": len(ids), "max_model_len": self._ready.limit, "tokens": ids, "token_strs": names})
+
+    async def detokenize(self, wants: DetokenizeRequest) -> Response:
+        self.check_model(wants.model or self._front.name)
+        self._check_tokens(wants.tokens, "tokens")
+        return Answer({"prompt": await self._read(lambda: self._tokenizer.decode(
+            wants.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))})
+
+    def _note_unknown(self, wants: CompletionRequest | ChatRequest) -> None:
+        """Fields of other servers are ignored, each with a note the first time."""
+        for name in wants.unknown():
+            name = ascii(name[:80])
+            if name not in self._noted and len(self._noted) < _MOST_NOTED:
+                self._noted.add(name)
+                _log.warning("sluice: requests have a field %s, which is not known and is ignored", name)
 
     async def _read(self, call: Callable, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._reader, call, *arguments)
 
     async def _answer(self, wants: CompletionRequest | ChatRequest, request: Request,
-                      read: Callable[[], Coroutine[Any, Any, list[list[int]]]], prompts: int, chat: bool) -> Response:
-        """`read`: makes the tokens of as many prompts."""
+                      read: Callable[[], Coroutine[Any, Any, list[list[int]]]], prompts: int,
+                      shown: Callable[[list[list[int]]], Shown], **sampling: Any) -> Response:
+        """`read`: makes the tokens of as many prompts. `sampling`: more of Sampling."""
         self.check_model(wants.model)
+        self._note_unknown(wants)
         most = self.engine.settings.sequences + self._front.queue
         if prompts * wants.n > most:
             raise Refused(400, f"{prompts * wants.n} answers to one request are more than this server takes at once, "
                                f"{most} (its --sequences and --queue)", param="n")
-        samplings = [wants.samplings(self._ready.defaults, wants.n) for _ in range(prompts)]
+        samplings = [wants.samplings(self._ready.defaults, wants.n, **sampling) for _ in range(prompts)]
         with self._place(prompts * wants.n):
             tokens = await unless_gone(request, read())
             if tokens is None:
@@ -129,7 +210,7 @@ class Answering:
             except EngineLost:
                 self.metrics.requests.labels("failed").inc()
                 raise
-        form = Form(self._front.name, chat, self._tokens, samplings[0][0].logprobs is not None)
+        form = Form(self._front.name, isinstance(wants, ChatRequest), self._tokens, shown(tokens), wants.n)
         counted = Counted(self.metrics, tokens, wants.n)
         if not wants.stream:
             return await unless_gone(request, whole(answers, form, counted)) or Response(status_code=499)
@@ -198,122 +279,3 @@ class Answering:
         strange = [token for token in (min(ids, default=0), max(ids, default=0)) if not 0 <= token <= last]
         if strange:
             raise Refused(400, f"token {strange[0]} is none of the model's, which are in [0, {last}]", param=param)
-
-
-class Counted:
-    """The answers to one request, as metrics and usage count them."""
-
-    def __init__(self, metrics: Metrics, prompts: Sequence[Sequence[int]], choices: int) -> None:
-        self._metrics, self._choices, self._open = metrics, choices, True
-        self._prompt = sum(map(len, prompts))
-        self._cached: dict[int, int] = {}
-        self._counts: dict[int, int] = {}
-        self._began = time.monotonic()
-        self._heard: dict[int, float] = {}
-        metrics.prompt_tokens.inc(self._prompt)
-
-    def take(self, index: int, event: Event) -> None:
-        """@throws Refused if the event is an error"""
-        metrics, now = self._metrics, time.monotonic()
-        if event.error:
-            raise Refused(500, f"the request failed: {in_arguments(event.error)}", "server_error")
-        if index in self._heard:
-            metrics.next_token.observe(now - self._heard[index])
-        else:
-            metrics.first_token.observe(now - self._began)
-            metrics.cached_tokens.inc(event.cached or 0)
-            self._cached[index] = event.cached or 0
-        metrics.answer_tokens.inc(event.count - self._counts.get(index, 0))
-        self._heard[index], self._counts[index] = now, event.count
-
-    def end(self, outcome: str) -> None:
-        """The first call counts."""
-        if self._open:
-            self._open = False
-            self._metrics.requests.labels(outcome).inc()
-
-    def usage(self) -> dict[str, Any]:
-        answer = sum(self._counts.values())
-        # A prompt counts once, however many answers it gets; what was known of it is what the first one found.
-        cached = sum(count for index, count in self._cached.items() if index % self._choices == 0)
-        return {"prompt_tokens": self._prompt, "completion_tokens": answer, "total_tokens": self._prompt + answer,
-                "prompt_tokens_details": {"cached_tokens": cached}}
-
-
-async def whole(answers: Answers, form: Form, counted: Counted) -> Response:
-    """One answer when all are complete."""
-    texts: dict[int, str] = {}
-    tokens: dict[int, list[Chosen]] = {}
-    ends: dict[int, str] = {}
-    try:
-        async for index, event in answers:
-            counted.take(index, event)
-            texts[index] = texts.get(index, "") + event.text
-            tokens.setdefault(index, []).extend(event.tokens)
-            if event.finish:
-                ends[index] = event.finish
-        counted.end("done")
-        return Answer(form.whole([(texts[index], tokens[index], ends[index]) for index in sorted(ends)],
-                                 counted.usage()))
-    except (Refused, EngineLost):
-        counted.end("failed")
-        raise
-    finally:
-        counted.end("given_up")
-        answers.close()
-
-
-async def pieces(answers: Answers, form: Form, counted: Counted, usage: bool) -> AsyncIterator[bytes]:
-    """Events of a stream as they come."""
-    try:
-        async for index, event in answers:
-            counted.take(index, event)
-            if event.text or event.tokens or event.finish:
-                yield said(form.piece(index, event.text, event.tokens, event.finish))
-        counted.end("done")
-        if usage:
-            yield said(form.usage(counted.usage()))
-    except (Refused, EngineLost) as error:
-        counted.end("failed")
-        yield said((lost(error) if isinstance(error, EngineLost) else error).body)
-    yield b"data: [DONE]\n\n"
-
-
-class Stream(StreamingResponse):
-    """Gives up its answers as soon as the client is gone."""
-
-    def __init__(self, answers: Answers, counted: Counted, content: AsyncIterator[bytes]) -> None:
-        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._answers, self._counted = answers, counted
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._counted.end("given_up")
-            self._answers.close()
-
-
-def said(body: dict[str, Any]) -> bytes:
-    return b"data: " + encoded(body) + b"\n\n"
-
-
-def lost(error: EngineLost) -> Refused:
-    return Refused(503, f"{error}; try again when the server has been started again", "server_error", "engine_lost")
-
-
-async def unless_gone(request: Request, answer: Coroutine[Any, Any, _T]) -> _T | None:
-    """The answer; it is given up, and None, if the client goes away."""
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    work, watch = asyncio.create_task(answer), asyncio.create_task(gone())
-    try:
-        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-        return await work if work.done() else None
-    finally:
-        for task in (work, watch):
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task

@@ -5,67 +5,139 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from sluice.serving.requests import Chosen
+from sluice.serving.requests import Chosen, Event
 from sluice.serving.tokens import Offsets, TokenBytes
+from sluice.serving.tools import CallForm, CallText, Tool
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a request wants to see beside text."""
+
+    logprobs: bool = False
+    ids: bool = False  #: the tokens' numbers
+    echo: Sequence[str] | None = None  #: the prompts' texts, which come first
+    prompts: Sequence[Sequence[int]] = ()  #: their tokens
+    calls: CallForm | None = None  #: answers may call tools, in this form,
+    tools: Sequence[Tool] = ()  #: of these,
+    begun: bool = False  #: and do so: the prompt has the call's beginning
+    most_calls: int | None = None
+
+
+@dataclass
+class _Choice:
+    """What has been told of one answer."""
+
+    offsets: Offsets
+    calls: CallText | None
+    characters: int = 0
+    begun: bool = False
+    told_calls: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Form:
     """How the answers to one request look."""
 
-    def __init__(self, model: str, chat: bool, tokens: TokenBytes, logprobs: bool) -> None:
-        self._tokens, self._chat, self._logprobs = tokens, chat, logprobs
+    def __init__(self, model: str, chat: bool, tokens: TokenBytes, shown: Shown, choices: int = 1) -> None:
+        """`choices`: answers to each prompt."""
+        self._tokens, self._chat, self._shown, self._per_prompt = tokens, chat, shown, choices
         self._head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time()),
                       "model": model}
-        self._characters: dict[int, int] = {}  # Of each choice so far.
-        self._offsets: dict[int, Offsets] = {}
-        self._begun: set[int] = set()
+        self._choices: dict[int, _Choice] = {}
 
-    def whole(self, choices: Sequence[tuple[str, Sequence[Chosen], str]], usage: dict[str, Any]) -> dict[str, Any]:
-        """`choices`: text, tokens and why each ended."""
-        kind = "chat.completion" if self._chat else "text_completion"
+    def whole(self, answers: Sequence[Event], usage: dict[str, Any]) -> dict[str, Any]:
+        """`answers`: all of each in one event."""
         told = []
-        for index, (text, tokens, finish) in enumerate(choices):
-            message = {"role": "assistant", "content": text, "refusal": None}
+        for index, event in enumerate(answers):
+            text, calls, finish = self._said(index, event)
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if calls:
+                message |= {"content": text or None, "tool_calls": calls}
             body = {"message": message} if self._chat else {"text": text}
-            told.append({"index": index, **body, "logprobs": self._probabilities(index, text, tokens),
-                         "finish_reason": finish})
-        return {**self._head, "object": kind, "choices": told, "usage": usage}
+            told.append({"index": index, **body, **self._beside(index, text, event, True), "finish_reason": finish})
+        return {**self._head, "object": "chat.completion" if self._chat else "text_completion", "choices": told,
+                "usage": usage}
 
-    def piece(self, index: int, text: str, tokens: Sequence[Chosen], finish: str | None) -> dict[str, Any]:
-        delta: dict[str, Any] = {"content": text} if text or not finish else {}
-        if index not in self._begun:
-            self._begun.add(index)
+    def piece(self, index: int, event: Event) -> dict[str, Any] | None:
+        """None if there is nothing to tell of an event."""
+        choice = self._choice(index)
+        first, choice.begun = not choice.begun, True
+        text, calls, finish = self._said(index, event)
+        beside = self._beside(index, text, event, first)
+        if not (text or calls or finish or event.tokens or first):
+            return None
+        delta: dict[str, Any] = {"content": text} if text or not (finish or calls) else {}
+        if calls:
+            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
+        if first:
             delta = {"role": "assistant", **delta}
         body = {"delta": delta} if self._chat else {"text": text}
-        return self._pieces([{"index": index, **body, "logprobs": self._probabilities(index, text, tokens),
-                              "finish_reason": finish}])
+        return self._pieces([{"index": index, **body, **beside, "finish_reason": finish}])
 
     def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The piece that ends a stream which is to tell it."""
         return {**self._pieces([]), "usage": usage}
 
+    def _choice(self, index: int) -> _Choice:
+        if index not in self._choices:
+            shown = self._shown
+            calls = None if shown.calls is None else CallText(shown.calls, shown.tools, shown.begun)
+            self._choices[index] = _Choice(Offsets(self._tokens), calls)
+        return self._choices[index]
+
+    def _said(self, index: int, event: Event) -> tuple[str, list[dict[str, Any]], str | None]:
+        """Text, calls of tools and why it ends."""
+        choice, text, finish = self._choice(index), event.text, event.finish
+        if self._shown.echo is not None and not choice.characters and not choice.offsets.begun:
+            text = self._shown.echo[index // self._per_prompt] + text
+        if choice.calls is None:
+            return text, [], finish
+        text, calls = choice.calls.push(text), []
+        if finish is not None:
+            left, calls = choice.calls.end()
+            text += left
+        if calls and finish == "stop":
+            finish = "tool_calls"
+        return text, [call.told() for call in calls[: self._shown.most_calls]], finish
+
     def _pieces(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices}
 
+    def _beside(self, index: int, text: str, event: Event, first: bool) -> dict[str, Any]:
+        """Probabilities, and numbers of tokens."""
+        end = () if event.end is None else (event.end,)
+        # Clients that ask for a prompt's probabilities count tokens, also one that ends the answer.
+        tokens = (*event.prompt, *event.tokens, *end) if self._shown.echo is not None else event.tokens
+        told: dict[str, Any] = {"logprobs": self._probabilities(index, text, tokens)}
+        if self._shown.ids:
+            if first:
+                told["prompt_token_ids"] = list(self._shown.prompts[index // self._per_prompt])
+            told["token_ids"] = [each.token for each in (*event.tokens, *end)]
+        return told
+
     def _probabilities(self, index: int, text: str, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
-        if not self._logprobs:
+        choice = self._choice(index)
+        choice.characters += len(text)
+        if not self._shown.logprobs:
+            choice.offsets.begun = True
             return None
         if self._chat:
             return {"content": [{**self._entry(each.token, each.logprob),
                                  "top_logprobs": [self._entry(*pair) for pair in each.top]} for each in tokens],
                     "refusal": None}
-        characters = self._characters[index] = self._characters.get(index, 0) + len(text)
-        offsets = self._offsets.setdefault(index, Offsets(self._tokens))
         return {"tokens": [self._tokens.name(each.token) for each in tokens],
                 "token_logprobs": [each.logprob for each in tokens],
-                "text_offset": offsets.push([each.token for each in tokens], characters),
+                "text_offset": choice.offsets.push([each.token for each in tokens], choice.characters),
                 "top_logprobs": [self._likely(each) for each in tokens]}
 
-    def _likely(self, chosen: Chosen) -> dict[str, float]:
+    def _likely(self, chosen: Chosen) -> dict[str, float] | None:
         """By name, the one chosen among them. Of tokens that are called alike, others have their numbers."""
+        if chosen.logprob is None:
+            return None
         pairs = chosen.top if any(token == chosen.token for token, _ in chosen.top) else (
             *chosen.top, (chosen.token, chosen.logprob))
         own, likely = self._tokens.name(chosen.token), {}

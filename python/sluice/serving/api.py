@@ -13,10 +13,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
-from sluice.serving.answering import Answering, Front, lost
+from sluice.serving.answering import Answering, Front
 from sluice.serving.guard import Answer, BodyRefused, Guard, body_limit
 from sluice.serving.process import EngineLost, EngineProcess, Ready
-from sluice.serving.protocol import ChatRequest, CompletionRequest, Refused
+from sluice.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Refused, TokenizeRequest
+from sluice.serving.sending import lost
 
 
 def create_app(engine: EngineProcess, ready: Ready, tokenizer: Any, front: Front) -> FastAPI:
@@ -30,7 +31,7 @@ def create_app(engine: EngineProcess, ready: Ready, tokenizer: Any, front: Front
         answering.close()
         await asyncio.get_running_loop().run_in_executor(None, engine.close)
 
-    app = FastAPI(title="Sluice", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="Sluice", lifespan=life, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
 
     def refuse(error: Refused) -> JSONResponse:
         if error.status < 500:  # Others have been counted as failed.
@@ -99,6 +100,8 @@ def invalid(error: RequestValidationError) -> Refused:
     place = ".".join(str(part) for part in first["loc"][1:])
     if first["type"] in ("missing", "model_attributes_type", "dict_type") and not place:
         return Refused(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    if first["type"] == "unsupported":
+        return Refused(400, f"{first['msg']} is not served", param=first["msg"], code="unsupported_parameter")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden" or first.get("ctx", {}).get("max_length") == 0:
         return Refused(400, f"{place} is not served", param=place, code="unsupported_parameter")

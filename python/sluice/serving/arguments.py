@@ -109,7 +109,10 @@ def check_texts(arguments: argparse.Namespace) -> None:
 def add_model(parser: argparse.ArgumentParser, near: str) -> None:
     """A model, and what an engine for it may take. `near`: the memory that it takes by itself."""
     add = parser.add_argument
-    add("--model", required=True, help="a folder as transformers saves it, a file of GGUF, or a name that transformers knows")
+    add("--model", required=True, help="a folder as transformers saves it, a file of GGUF, or a name that transformers "
+        "knows")
+    add("--adapter", metavar="DIR", help="a LoRA adapter of the model, as peft saves it, which becomes part of its "
+        "weights")
     add("--host-bytes", type=size, default=Settings.host_bytes, help="host memory for keys and values (8GiB)")
     add("--near-bytes", type=size, help="of a GPU's memory, for keys and values that are attended often; 0: none "
         f"({near})")
@@ -173,7 +176,9 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         options["near_bytes"] = arguments.near_bytes
     check_folder(arguments.model)
     check_tokenizer(arguments.model)
-    return Settings(model=arguments.model, policy=arguments.policy, host_bytes=arguments.host_bytes,
+    check_adapter(arguments.adapter)
+    return Settings(model=arguments.model, adapter=arguments.adapter, policy=arguments.policy,
+                    host_bytes=arguments.host_bytes,
                     context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,
                     slowdown=arguments.slowdown, device=device, dtype=arguments.dtype,
                     trust_remote_code=arguments.trust_remote_code,
@@ -239,6 +244,12 @@ def check_tokenizer(model: str) -> None:
     if not any(part in name for name in names for part in _TOKENIZERS):
         raise CannotLoad(f"the tokenizer of {model} cannot be loaded; its files, such as tokenizer.json, must be "
                          "beside the model")
+
+
+def check_adapter(folder: str | None) -> None:
+    """Refuses a folder that has no adapter."""
+    if folder is not None and not (Path(folder) / "adapter_config.json").is_file():
+        raise CannotLoad(f"--adapter {folder} has no adapter: adapter_config.json, which peft writes, is missing")
 
 
 def source(model: str) -> tuple[str, dict[str, str]]:

@@ -15,6 +15,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 from sluice.errors import InvalidArgument
+from sluice.serving.adapters import with_adapter
 from sluice.serving.arguments import CannotLoad, NotInstalled, source
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
@@ -26,7 +27,7 @@ from sluice.serving.template import turn_ends
 from sluice.serving.tokens import TokenBytes
 from sluice.serving.weights import refuse_incomplete
 
-_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @contextlib.contextmanager
@@ -93,7 +94,7 @@ def _damaged(model: str) -> str | None:
     return None
 
 
-def load_model(model: str, dtype: str, trust_remote_code: bool = False,
+def load_model(model: str, dtype: str, trust_remote_code: bool = False, adapter: str | None = None,
                **options: Any) -> transformers.PreTrainedModel:
     """`dtype`: auto, or torch's name of one. `trust_remote_code`: Python files of the model's may run. In all loading
     here that is said, never left out: transformers would ask on standard input, and take any line for an answer."""
@@ -108,7 +109,7 @@ def load_model(model: str, dtype: str, trust_remote_code: bool = False,
                 trust_remote_code=trust_remote_code, output_loading_info=True, ignore_mismatched_sizes=True, **options)
             refuse_incomplete(model, made, told)
         _check_generation(model, made)
-        return made
+        return made if adapter is None else with_adapter(made, adapter)
     except CannotLoad as error:
         damaged = _damaged(model)  # Not before: a folder may have files that the model does without.
         if damaged is None:
@@ -164,11 +165,14 @@ def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.PreTrain
     options = {"context": settings.context, "sequences": settings.sequences, "prefill_rows": settings.prefill_rows,
                "graphs": settings.graphs, **settings.options}
     if launch.ranks == 1:
-        model = load_model(settings.model, settings.dtype, settings.trust_remote_code).to(settings.device)
+        model = load_model(settings.model, settings.dtype, settings.trust_remote_code, settings.adapter)
+        model = model.to(settings.device)
         packed = PackedModel(model, settings.policy, settings.host_bytes, compile=settings.compile, **options)
         return packed, model
     if settings.compile:
         raise InvalidArgument("--compile: a model that several processes share is not compiled; leave it out")
+    if settings.adapter is not None:
+        raise InvalidArgument("--adapter: a model that several processes share takes none; merge it into the weights")
     ranks = join(launch, settings.device, settings.silence_s)
     model, error = None, None
     try:

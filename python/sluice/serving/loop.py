@@ -12,10 +12,11 @@ import torch
 from sluice.admission import Admission, AdmissionOptions, TurnItem
 from sluice.errors import Error, InternalError, InvalidArgument, OutOfCapacity
 from sluice.options import PlanItem
+from sluice.serving.guides import Guides
 from sluice.serving.live import Live
 from sluice.serving.model import PackedModel
 from sluice.serving.requests import Chosen, Event, Request, Status
-from sluice.serving.sampling import choose
+from sluice.serving.sampling import choose, likelihoods
 
 _HOPELESS = 3  # Turns in a row whose forwards failed, after which a loop is no longer worth asking.
 
@@ -32,6 +33,7 @@ class Loop:
         `slowdown`: as AdmissionOptions has it."""
         self._model, self._engine, self._tokenizer = model, model.engine, tokenizer
         self._end_ids, self._prefix = frozenset(end_ids), prefix
+        self._guides = Guides(tokenizer, model.vocabulary, self._end_ids)
         self._live: dict[int, Live] = {}
         self._behind: dict[int, list[Request]] = {}  # Those that wait for another's prompt.
         shares = dataclasses.replace(AdmissionOptions.of(self._engine), slowdown=slowdown)
@@ -66,9 +68,11 @@ class Loop:
             self._behind.setdefault(request.after, []).append(request)
             return
         room = self.limit - len(request.prompt)
-        self._admission.submit(request.number, len(request.prompt), min(request.sampling.max_tokens or room, room),
+        most = request.sampling.max_tokens
+        guide = None if request.sampling.guide is None else self._guides.of(request.sampling.guide)
+        self._admission.submit(request.number, len(request.prompt), room if most is None else min(max(most, 1), room),
                                self._on_cpu)
-        self._live[request.number] = Live(request, self._tokenizer)
+        self._live[request.number] = Live(request, self._tokenizer, self._end_ids, guide)
 
     def abort(self, number: int) -> None:
         """Ends a request, whose memory is free when this returns. There are no more events of it."""
@@ -135,7 +139,8 @@ class Loop:
 
     def _begin(self, live: Live) -> None:
         try:
-            live.sequence = self._model.begin(live.ids if self._prefix else None, live.request.salt)
+            live.named = self._prefix and not live.unread(0, len(live.ids))
+            live.sequence = self._model.begin(live.ids if live.named else None, live.request.salt)
         except Error as error:
             self._fail(live, error)
             return
@@ -225,15 +230,21 @@ class Loop:
     def _forward(self, items: list[TurnItem]) -> torch.Tensor:
         """The logits of items that have an output. If it fails, the engine has none of the items' tokens."""
         ids: list[int] = []
-        kept: list[int] = []
+        kept: list[int] = []  # Rows whose logits are wanted,
+        outputs: list[int] = []  # and which of those are outputs; others are of prompts.
+        told: list[tuple[Live, range]] = []
         for item in items:
             live = self._live[item.request]
             new = live.ids[item.first : item.first + item.tokens]
-            if self._prefix:
+            unread = live.unread(item.first, item.tokens)
+            told.append((live, unread))
+            kept.extend(len(ids) + place - 1 - item.first for place in unread)
+            if live.named:
                 # Names of a prompt again, too: a forward that failed has taken them along.
                 self._model.name_tokens(live.sequence, item.first, new)
             ids.extend(new)
             if item.output:
+                outputs.append(len(kept))
                 kept.append(len(ids) - 1)
         self._forwards += 1
         began = time.monotonic()
@@ -241,16 +252,26 @@ class Loop:
                                           for item in items], ids, kept)
         self._model.finish(number)
         self._took_s = time.monotonic() - began
-        return logits
+        if len(outputs) == len(kept):
+            return logits
+        at = 0
+        for item, (live, unread) in zip(items, told):
+            if unread:
+                most = live.request.sampling.prompt_logprobs
+                live.read(likelihoods(logits[at : at + len(unread)], [live.ids[place] for place in unread], most))
+            at += len(unread) + item.output
+        return logits[outputs]
 
     def _take(self, live: Live, chosen: Chosen | None, gone: bool) -> None:
         """A new token of an answer. `gone`: admission has let go of the request."""
-        if chosen is None:
-            self._fail(live, InternalError("the model's logits are not finite numbers"), gone)
+        guide = live.past.guide
+        if chosen is None or guide is not None and guide.error is not None:
+            self._fail(live, InternalError("the model's logits are not finite numbers" if chosen is None else
+                                           f"the answer cannot follow its grammar: {guide.error}"), gone)
             return
         number = live.request.number
-        event = live.take(chosen, self._end_ids, self.limit)
-        if live.past.answered == 1:
+        event = live.take(chosen, self.limit)
+        if live.past.answered <= 1:
             if self.on_prompt is not None:
                 self.on_prompt(live.sequence)
             self._follow(number, True)

@@ -25,6 +25,7 @@ class Settings:
     """Of a model and its engine."""
 
     model: str  #: a folder, or a name that transformers knows
+    adapter: str | None = None  #: a folder of peft's
     policy: str = "sluice"
     host_bytes: int = 8 << 30
     context: int | None = None  #: tokens of prompt and answer together, at most; None: the model's

@@ -1,5 +1,5 @@
 """Requests of OpenAI's protocol, and how they are refused. Fields that would change an answer and are not served are
-errors; those that would not are taken and ignored."""
+errors; others are ignored."""
 
 from __future__ import annotations
 
@@ -8,36 +8,34 @@ import re
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import (BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, Strict,
+from pydantic import (BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, Strict,
                       StringConstraints, TypeAdapter, ValidationError, model_validator)
 from pydantic_core import PydanticCustomError
 
 from sluice.errors import InvalidArgument
+from sluice.serving.chat_parts import NamedTool, ResponseFormat, ToolOf, texts_of
+from sluice.serving.fields import Nullable, Refused, written
 from sluice.serving.requests import MOST_LOGPROBS, Sampling
 
 MOST_CHOICES = 128
 _MOST_TOKENS = 1 << 24  # Longer than any context; the model's own is known later.
-_MOST_FIELDS, _MOST_BIASES = 64, 300
-_Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-_Stops = Annotated[list[_Stop], Field(max_length=4), FailFast(),
+_MOST_BIASES = 300
+_Stop = Annotated[str, StringConstraints(max_length=1024)]
+_Stops = Annotated[list[_Stop], Field(max_length=16), FailFast(),
                    BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]
+# What others call so changes answers, and is not served; other fields that are not known are ignored.
+_REFUSED = frozenset({
+    "audio", "function_call", "functions", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
+    "json_schema", "length_penalty", "logits_processors", "lora", "prediction", "prompt_embeds", "prompt_logprobs",
+    "regex", "structured_outputs", "typical_p", "use_beam_search", "web_search_options"})
 _Biases = dict[int, Annotated[float, Strict(), Field(ge=-100, le=100)]]
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
-_LONGEST = 500  # Characters of an error: what was sent is no more than named.
 _Token = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
 _Tokens = Annotated[list[_Token], Field(max_length=_MOST_TOKENS), FailFast()]
+_Tools = Annotated[list[ToolOf], Field(max_length=128), FailFast()]
 _Texts = Annotated[list[Annotated[str, Strict()]], FailFast()]
 _PROMPTS = {str: TypeAdapter(_Texts), int: TypeAdapter(_Tokens),
             list: TypeAdapter(Annotated[list[_Tokens], FailFast()])}
-
-
-def written(text: str) -> str:
-    """A part of an error, which must be text: a surrogate without its other half is the escape that it came as."""
-    return clipped(text).encode(errors="backslashreplace").decode()
-
-
-def clipped(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST // 2]} ... {text[-_LONGEST // 2:]}"
 
 
 def _few(biases: Any) -> Any:
@@ -70,40 +68,15 @@ def _prompt(given: Any) -> Any:
             from None
 
 
-class Refused(Exception):
-    """An answer with an error."""
-
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None,
-                 param: str | None = None, headers: dict[str, str] | None = None) -> None:
-        super().__init__(message := clipped(message))
-        self.status, self.headers = status, headers
-        self.body = {"error": {"message": message, "type": kind, "param": param and clipped(param), "code": code}}
-
-
-class _Nullable(BaseModel):
-    """Null means the default. Types are JSON's: "1" is no number, and neither is true."""
-
-    model_config = ConfigDict(strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _said(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        if len(given) > _MOST_FIELDS:
-            raise ValueError(f"a request of {len(given)} fields; it may have {_MOST_FIELDS}")
-        return {name: value for name, value in given.items() if value is not None}
-
-
-class StreamOptions(_Nullable):
+class StreamOptions(Nullable):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class _Request(_Nullable):
+class _Request(Nullable):
     """What both kinds have. The second half are extensions that other servers have, too."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -119,6 +92,9 @@ class _Request(_Nullable):
     logit_bias: Annotated[_Biases, BeforeValidator(_few)] = {}
 
     top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    min_tokens: int = Field(0, ge=0, lt=1 << 31)
+    return_token_ids: bool = False
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     stop_token_ids: Annotated[list[_Token], Field(max_length=128), FailFast()] = []
     ignore_eos: bool = False
@@ -130,23 +106,34 @@ class _Request(_Nullable):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    @model_validator(mode="after")
+    def _served(self) -> Any:
+        refused = sorted(_REFUSED & (self.model_extra or {}).keys())
+        if refused:
+            raise PydanticCustomError("unsupported", "{name}", {"name": refused[0]})
+        return self
+
+    def unknown(self) -> list[str]:
+        """Names of fields that are not known."""
+        return list(self.model_extra or {})
+
     def _tells(self) -> int | None:
         raise NotImplementedError
 
     def _most(self) -> int | None:
         return self.max_tokens
 
-    def samplings(self, defaults: dict[str, Any], choices: int) -> list[Sampling]:
-        """One for each choice, with seeds in a row. `defaults`: the model's own."""
-        said = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
-        wants = {**defaults, **{name: value for name, value in said.items() if value is not None}}
+    def samplings(self, defaults: dict[str, Any], choices: int, **more: Any) -> list[Sampling]:
+        """One for each choice, with seeds in a row. `defaults`: the model's own. `more`: of Sampling."""
+        said = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        wants = {**defaults, **{name: value for name, value in said.items() if value is not None}, **more}
         wants["top_k"] = max(wants.get("top_k", 0), 0)  # Others' word for any is -1.
         seed = secrets.randbits(63) if self.seed is None else self.seed
         try:
-            first = Sampling(max_tokens=self._most(), stop=tuple(self.stop), stop_ids=frozenset(self.stop_token_ids),
-                             ignore_eos=self.ignore_eos, presence_penalty=self.presence_penalty,
-                             frequency_penalty=self.frequency_penalty, logit_bias=self.logit_bias,
-                             logprobs=self._tells(), **wants)
+            first = Sampling(max_tokens=self._most(), min_tokens=self.min_tokens, stop=tuple(filter(None, self.stop)),
+                             stop_ids=frozenset(self.stop_token_ids), ignore_eos=self.ignore_eos,
+                             presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
+                             logit_bias=self.logit_bias, logprobs=self._tells(), **wants)
         except InvalidArgument as error:
             raise Refused(400, str(error)) from None
         return [dataclasses.replace(first, seed=seed + choice) for choice in range(choices)]
@@ -154,14 +141,18 @@ class _Request(_Nullable):
 
 class CompletionRequest(_Request):
     prompt: Annotated[Any, PlainValidator(_prompt)]
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    best_of: None = None
+    best_of: Literal[1] | None = None
     suffix: None = None
-    echo: Literal[False] | None = None
+    echo: bool = False
 
     def _tells(self) -> int | None:
         return self.logprobs
+
+    def samplings(self, defaults: dict[str, Any], choices: int, **more: Any) -> list[Sampling]:
+        told = self.logprobs if self.echo else None
+        return super().samplings(defaults, choices, prompt_logprobs=told, **more)
 
 
 class ChatRequest(_Request):
@@ -170,10 +161,10 @@ class ChatRequest(_Request):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: dict[str, Any] = {}
-    response_format: dict[Literal["type"], Literal["text"]] | None = Field(None, max_length=1)
+    response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], FailFast()] = []
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: _Tools = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
     def _tells(self) -> int | None:
@@ -185,18 +176,57 @@ class ChatRequest(_Request):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def texts(self) -> list[dict[str, Any]]:
-        """The messages with their content as one text each."""
-        told = []
-        for at, message in enumerate(self.messages):
-            content = message.get("content")
-            if isinstance(content, list):
-                for part in content:
-                    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                    if kind != "text" or not isinstance(part.get("text"), str):
-                        raise Refused(400, f"messages[{at}] has a part of type {kind}; only text is served",
-                                      param="messages")
-                content = "".join(part["text"] for part in content)
-            if not isinstance(message.get("role"), str) or not isinstance(content, (str, type(None))):
-                raise Refused(400, f"messages[{at}] must have a role and a content of text", param="messages")
-            told.append({**message, "content": content or ""})
-        return told
+        """The messages with their content as one text each, and calls of tools as templates take them."""
+        return texts_of(self.messages)
+
+    def told_tools(self) -> list[dict[str, Any]]:
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    def schema(self) -> dict[str, Any] | None:
+        """Of the JSON that answers are to be."""
+        wants = self.response_format
+        if wants is None or wants.type == "text":
+            return None
+        if wants.type == "json_object":
+            return {"type": "object"}
+        if wants.json_schema is None:
+            raise Refused(400, "response_format of type json_schema needs json_schema", param="response_format")
+        return wants.json_schema.schema_ or {"type": "object"}
+
+    def forced(self) -> list[dict[str, Any]] | None:
+        """The tools of which one is to be called; None if none has to be."""
+        if not self.tools:
+            if self.tool_choice not in (None, "none", "auto"):
+                raise Refused(400, "tool_choice wants a tool, and there are no tools", param="tool_choice")
+            return None
+        if self.tool_choice == "required":
+            return self.told_tools()
+        if not isinstance(self.tool_choice, NamedTool):
+            return None
+        name = self.tool_choice.function.name
+        found = [tool for tool in self.told_tools() if tool["function"]["name"] == name]
+        if not found:
+            raise Refused(400, f"tool_choice wants {name}, which is none of the tools", param="tool_choice")
+        return found
+
+
+class TokenizeRequest(Nullable):
+    """As vLLM has it: a text, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], FailFast()] = []
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one(self) -> Any:
+        if (self.prompt is None) != bool(self.messages):
+            raise ValueError("it must have either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Nullable):
+    model: str | None = None
+    tokens: _Tokens

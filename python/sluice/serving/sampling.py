@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from sluice.serving.requests import Chosen, Sampling
+
+if TYPE_CHECKING:
+    from sluice.serving.guides import Guide
 
 _GREEDY = 1e-5  # Below such a temperature the most likely token is chosen: logits must stay finite when divided by it.
 
@@ -16,8 +20,11 @@ class Past:
     """What the next token of a request depends on besides logits. What is on the device grows with the answer: a token
     costs what is new with it, copied asynchronously."""
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
-        self.sampling, self.answered = sampling, 0
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], ends: Iterable[int] = (),
+                 guide: Guide | None = None) -> None:
+        """`ends`: tokens that would end the answer. `guide`: what it is to follow, of its own."""
+        self.sampling, self.answered, self.guide = sampling, 0, guide
+        self._ends, self._early = sorted(ends), None
         self._places: dict[int, int] = {}  # Of the answer's tokens, each once, in these two.
         self._tokens: torch.Tensor | None = None
         self._times: torch.Tensor | None = None  # How often the answer has them.
@@ -30,6 +37,8 @@ class Past:
 
     def add(self, token: int) -> None:
         self.answered += 1
+        if self.guide is not None:
+            self.guide.take(token)
         if self.sampling.presence_penalty or self.sampling.frequency_penalty:
             self._uncounted.append(token)
         self._see([token])
@@ -58,6 +67,14 @@ class Past:
             self._biases = _ids(list(wants), device), torch.tensor(list(wants.values()), dtype=torch.float32,
                                                                    device=device)
         return self._biases
+
+    def early(self, device: torch.device) -> torch.Tensor | None:
+        """Tokens that would end the answer too early."""
+        if self.answered >= self.sampling.min_tokens:
+            return None
+        if self._early is None:
+            self._early = _ids(self._ends, device)
+        return self._early
 
     def seen(self, device: torch.device) -> torch.Tensor:
         """Each token of prompt and answer once, if they matter."""
@@ -114,6 +131,14 @@ def _shape(logits: torch.Tensor, row: Past) -> None:
     if wants.logit_bias:
         tokens, biases = row.biases(logits.device)
         logits[tokens] += biases
+    if row.guide is not None:
+        logits[~row.guide.allowed(len(logits)).to(logits.device)] = -torch.inf
+    early = row.early(logits.device)
+    if early is not None and len(early):
+        kept = logits.clone()
+        logits[early] = -torch.inf
+        if row.guide is not None:  # Where it has come to its end, nothing else is left.
+            logits.copy_(torch.where(logits.isinf().all(), kept, logits))
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[Past], ordered: bool) -> torch.Tensor:
@@ -131,6 +156,9 @@ def _draw(logits: torch.Tensor, rows: Sequence[Past], ordered: bool) -> torch.Te
         shares[torch.arange(logits.shape[-1], device=logits.device) >= most] = 0
         before = shares.cumsum(-1) - shares
         shares[before >= column([row.sampling.top_p for row in rows]) * shares.sum(-1, keepdim=True)] = 0
+    least = [row.sampling.min_p for row in rows]
+    if any(least):
+        shares[shares < column(least) * shares.amax(-1, keepdim=True)] = 0
     total = shares.cumsum(-1)
     at = (total <= column([_uniform(row) for row in rows]) * total[:, -1:]).sum(-1, keepdim=True)
     at = at.clamp(max=logits.shape[-1] - 1)
@@ -141,6 +169,15 @@ def _uniform(row: Past) -> float:
     """In [0, 1), from seed and position: the same again when a forward is repeated."""
     text = f"{row.sampling.seed} {row.answered}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2.0**64 * (1 - 2.0**-52)
+
+
+def likelihoods(logits: torch.Tensor, tokens: Sequence[int], most: int) -> list[Chosen]:
+    """Of tokens that came anyway: their probabilities, and `most` of the likeliest. logits [tokens, vocabulary]."""
+    logs = logits.log_softmax(-1)
+    own = logs.gather(-1, _ids(tokens, logits.device)[:, None])[:, 0].tolist()
+    values, ids = logs.topk(min(most, logits.shape[-1]), dim=-1)
+    return [Chosen(token, value, tuple(zip(top, told)))
+            for token, value, top, told in zip(tokens, own, ids.tolist(), values.tolist())]
 
 
 def _tell(logits: torch.Tensor, tokens: torch.Tensor, numbers: Sequence[int], rows: Sequence[Past]) -> list[Chosen]:

@@ -132,11 +132,12 @@ def _is_at(lock: int, path: Path) -> bool:
 class Session:
     """Keys and values in a file. They are shared by pages, as those of known prompts are."""
 
-    def __init__(self, file: Path, model: PackedModel, name: str) -> None:
-        """`name`: the model's, a folder or a name that transformers knows."""
+    def __init__(self, file: Path, model: PackedModel, name: str, adapter: str | None = None) -> None:
+        """`name`: the model's, a folder or a name that transformers knows. `adapter`: the folder of its adapter."""
         self.file, self._model = file, model
         prefill = model.engine.options.prefill_mode
-        self._signature = f"transformers {signature(name)} {model.weights}; policy {model.policy}; prefill {prefill}"
+        made = signature(name) if adapter is None else f"{signature(name)} with {signature(adapter)}"
+        self._signature = f"transformers {made} {model.weights}; policy {model.policy}; prefill {prefill}"
         self._keeps = 0  # Tokens of the file that the prompt has not; they must not be lost.
         self.failed = False
         """It could not be written. Who answers does so all the same."""

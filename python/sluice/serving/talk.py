@@ -19,6 +19,7 @@ from sluice.serving.ranks import Launch
 from sluice.serving.requests import Request, Sampling
 from sluice.serving.sessions import Conversation, Session, locked
 from sluice.serving.template import rendered
+from sluice.serving.terminal import Lines, Took
 
 
 class Teller:
@@ -28,7 +29,8 @@ class Teller:
         from sluice.serving.load import load_loop, load_tokenizer
 
         self._loop, ready = load_loop(settings_of(arguments))
-        self.session = arguments.session and Session(arguments.session, self._loop.model, arguments.model)
+        self.session = arguments.session and Session(arguments.session, self._loop.model, arguments.model,
+                                                       arguments.adapter)
         """Of --session, or None."""
 
         self.tokenizer = load_tokenizer(arguments.model, arguments.trust_remote_code)
@@ -38,6 +40,9 @@ class Teller:
         self._number = 0
         self.limit = ready.limit
         """Tokens of prompt and answer."""
+
+        self.took: Took | None = None
+        """The newest answer."""
 
     def close(self) -> None:
         self._loop.close()
@@ -51,12 +56,15 @@ class Teller:
     def answer(self, ids: list[int]) -> Iterator[str]:
         """The answer's text in pieces. It is given up with the iterator."""
         self._number += 1
-        progress = Progress()
+        self.took, progress = Took(time.monotonic(), len(ids)), Progress()
         self._loop.submit(Request(self._number, ids, self._sampling))
         try:
             while not self._loop.idle:
+                memory = self._loop.model.engine.memory()  # With the last token it is given back.
                 with _uninterrupted():
                     events = self._loop.step()
+                if events and events[-1].error is None:
+                    self.took.take(events[-1].count, memory)
                 if not events:
                     progress.tell(*self._loop.progress(self._number))
                 for event in events:
@@ -204,10 +212,10 @@ def check_session(arguments: argparse.Namespace) -> None:
 
 def converse(teller: Teller, said: Conversation) -> None:
     """Until there are no more lines."""
-    asks = "> " if sys.stdin.isatty() else ""
+    lines = Lines()
     while True:
         try:
-            line = input(asks)
+            line = lines.next(teller.took)
             line.encode()
         except EOFError:
             return
@@ -232,6 +240,8 @@ def converse(teller: Teller, said: Conversation) -> None:
                 continue
         print()
         said.save()
+        if lines.of_a_person:
+            print(teller.took.line(), file=sys.stderr, flush=True)
 
 
 def ids_of(teller: Teller, messages: list[dict[str, str]], asks: bool = True) -> list[int]:

@@ -82,12 +82,12 @@ class Offsets:
 
     def __init__(self, tokens: TokenBytes) -> None:
         self._tokens, self._decoder = tokens, codecs.getincrementaldecoder("utf-8")("replace")
-        self._characters = 0
+        self._characters, self.begun = 0, False
 
     def push(self, tokens: Sequence[int], most: int) -> list[int]:
         """The offsets of the next tokens. None is beyond `most`, the text's length: a stop text is cut off, and its
         tokens are not."""
-        found = []
+        found, self.begun = [], True
         for token in tokens:
             found.append(min(self._characters, most))
             if not self._tokens.is_special(token):

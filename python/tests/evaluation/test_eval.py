@@ -12,7 +12,7 @@ import pytest
 from saved import NOISE, TEXT, greedy, model_of, tokenizer
 from sluice.errors import OutOfCapacity
 from sluice.evaluation import texts
-from sluice.evaluation.decoding import Subject
+from sluice.evaluation.decoding import Prefix
 from sluice.evaluation.report import Progress, finite, grid
 
 SMALL = ("--tokens", "80", "--windows", "3", "--score", "6")
@@ -25,7 +25,8 @@ def test_a_text(evaluate: Callable, folder: Path, text: Path, tmp_path: Path) ->
     assert (done.status, done.err) == (0, "")
     lines = [line for line in done.out.splitlines() if line.startswith("|")]
     assert [line.split("|")[1].strip() for line in lines] == ["policy", "-" * 28, "dense", "full", SINKS]
-    assert lines[3].split("|")[-2].strip() == "100.0%"
+    assert lines[3].split("|")[-3].strip() == "100.0% (attended whole)"
+    assert lines[3].split("|")[5].strip() == "1.0"
     told = json.loads((tmp_path / "out.json").read_text())
     assert told["config"]["policies"] == ["full", SINKS] and told["config"]["tokens"] == 80
     dense, full, sinks = told["text"]["results"]
@@ -104,7 +105,7 @@ def test_a_model_without_a_tokenizer(evaluate: Callable, text: Path, tmp_path: P
     (("--text", "{text}", "--tokens", "80", "--score", "80"), 2, "a token more than are scored"),
     (("--text", "{text}", *SMALL, "--policies", "full;nonesuch"), 2, "nonesuch"),
     (("--text", "{text}", *SMALL, "--policies", ";"), 2, "--policies: the list is empty"),
-    (("--text", "{text}", *SMALL, "--host-bytes", "8K"), 2, "host_bytes"),
+    (("--text", "{text}", *SMALL, "--host-bytes", "8K"), 2, "--host-bytes is 8192"),
     (("--text", "{text}", *SMALL, "--option", "nonesuch=1"), 2, "there is no option nonesuch"),
     (("--text", "{missing}"), 2, "No such file"),
     (("--text", "{latin}", *SMALL), 2, "is no text of UTF-8"),
@@ -168,15 +169,15 @@ def test_a_policy_that_fails(evaluate: Callable, folder: Path, text: Path, tmp_p
     arguments = ("--text", text, *SMALL, "--tasks", path, "--json", tmp_path / "out.json", "--policies")
     assert evaluate(folder, *arguments, f"full;{SINKS}").status == 0
     want = json.loads((tmp_path / "out.json").read_text())
-    session, count = Subject.session, itertools.count(1)
+    session, count = Prefix.under, itertools.count(1)
 
-    def fails(subject: Subject, prompt: list[int]) -> object:
-        """Every second sequence of `topk`, the one of these policies that chooses on the CPU."""
-        if subject.engine is not None and subject.engine.options.cpu_sequences and next(count) % 2 == 0:
+    def fails(prefix: Prefix, policy: str) -> object:
+        """Every second sequence of `topk`."""
+        if policy == "topk" and next(count) % 2 == 0:
             raise error
-        return session(subject, prompt)
+        return session(prefix, policy)
 
-    monkeypatch.setattr(Subject, "session", fails)
+    monkeypatch.setattr(Prefix, "under", fails)
     monkeypatch.setattr(texts, "_KEPT_BYTES", 1)  # Windows one by one: what has failed is not tried again.
     done = evaluate(folder, *arguments, f"full;topk;{SINKS}")
     got = json.loads((tmp_path / "out.json").read_text())

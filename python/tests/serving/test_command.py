@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import io
 import json
+import re
 import shutil
 import signal
 import socket
@@ -64,9 +65,9 @@ def command(name: str, folder: Path, *arguments: str, typed: str = "") -> subpro
 @pytest.fixture
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     """Runs a command in this process, which has loaded what it needs."""
-    def call(name: str, *arguments: str, typed: str = "") -> Done:
+    def call(name: str, *arguments: str, typed: str | io.StringIO = "") -> Done:
         monkeypatch.setattr("sys.argv", ["sluice", name, "--model", str(folder), *ARGUMENTS, *arguments])
-        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed) if isinstance(typed, str) else typed)
         status = main()
         return Done(status, *capsys.readouterr())
 
@@ -108,6 +109,35 @@ def test_chat(here: Callable[..., Done]) -> None:
     second = answer_to(f"<|system|>be brief<|end|><|user|>the cat<|end|><|assistant|>{first}<|end|><|user|>a dog<|end|>"
                      "<|assistant|>")
     assert done.stdout == f"{first}\n{second}\n"
+
+
+class Terminal(io.StringIO):
+    """What a person types; ^C is that key."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def readline(self, *size: int) -> str:
+        line = super().readline(*size)
+        if line == "^C\n":
+            raise KeyboardInterrupt
+        return line
+
+
+def test_a_chat_of_a_person(here: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = "/help\n/status\n/nonsense\n^C\n//the cat\n/status\nthe cat\n/quit\nnever said\n"
+    done = here("chat", typed=Terminal(typed))
+    first = answer_to("<|user|>/the cat<|end|><|assistant|>")
+    second = answer_to(f"<|user|>/the cat<|end|><|assistant|>{first}<|end|><|user|>the cat<|end|><|assistant|>")
+    assert done.returncode == 0 and done.stdout.replace("> ", "") == f"{first}\n{second}\n"
+    told = done.stderr.splitlines()
+    assert told.count("/help    this") == 2 and "there is no /nonsense" in told and "[no answer yet]" in told
+    figures = [line for line in told if "of them new" in line]
+    assert len(figures) == 3 and figures[0] == figures[1] != figures[2]
+    assert all(re.search(r"; near 0 KiB, far \d+ KiB; \d+\.\d s to the first; \d+ ms a token\]$", line)
+               for line in figures)
+    assert here("chat", typed=Terminal("^C\n^C\nthe cat\n")).returncode == 130
+    assert here("chat", typed=Terminal("")).returncode == 0
 
 
 def test_an_answer_that_is_interrupted(folder: Path) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from sluice.serving.requests import Sampling
-from sluice.serving.sampling import Past, choose
+from sluice.serving.sampling import Past, choose, likelihoods
 
 LOGITS = torch.tensor([2.0, -1.0, 3.0, 0.0, 1.0, 2.5])
 DRAWS = 4000
@@ -36,6 +36,10 @@ def shares(by: str, **options: object) -> torch.Tensor:
     ({"top_p": 0.70}, 1, [2, 5]),
     ({"top_k": 3, "top_p": 0.85}, 1, [2, 5, 0]),
     ({"top_p": 0.01}, 1, [2]),
+    # 1, 0.61, 0.37, 0.14 of the most likely one.
+    ({"min_p": 0.3}, 1, [2, 5, 0]),
+    ({"min_p": 0.7, "top_k": 4}, 1, [2]),
+    ({"min_p": 0.5, "temperature": 2.0}, 2, [2, 5, 0]),
 ])
 def test_frequencies(by: str, options: dict, scale: float, kept: list[int]) -> None:
     want = torch.zeros(6)
@@ -75,6 +79,21 @@ def test_penalties(options: dict, want: int) -> None:
     assert chosen.token == want
     # What is told is the model's, and what is given stays as it is.
     assert chosen.top[0][0] == 2 and dict(chosen.top)[want] == pytest.approx(logits.log_softmax(0)[want].item())
+
+
+def test_ends_that_come_too_early() -> None:
+    row = Past(Sampling(temperature=0.0, min_tokens=2, logprobs=1), [], ends=[2, 5])
+    assert [choose(LOGITS[None], [row])[0].token, row.add(0)][0] == 0
+    assert [choose(LOGITS[None], [row])[0].token, row.add(0)][0] == 0
+    assert choose(LOGITS[None], [row])[0].token == 2
+
+
+def test_likelihoods() -> None:
+    logits = torch.stack([LOGITS, -LOGITS])
+    one, other = likelihoods(logits, [1, 1], 2)
+    assert [token for token, _ in one.top] == [2, 5] and [token for token, _ in other.top] == [1, 3]
+    assert one.logprob == pytest.approx(LOGITS.log_softmax(0)[1].item()) and other.logprob == other.top[0][1]
+    assert likelihoods(logits, [3, 3], 0)[0].top == ()
 
 
 def test_a_temperature_of_next_to_nothing() -> None:

@@ -15,7 +15,8 @@ from small import DEVICE, HOST_MIB, KV
 
 TEXT = "the cat sat on the mat and the dog ran. " * 30
 # Of options, by command; what is not here stays as it is shown.
-LESS = {"--host-bytes": f"{HOST_MIB}MiB", "--max-tokens": "4", "--file": "long.txt", "--tokens": "80"}
+LESS = {"--host-bytes": f"{HOST_MIB}MiB", "--max-tokens": "4", "--file": "long.txt", "--tokens": "80",
+        "--windows": "2", "--score": "4", "--lengths": "1500", "--count": "1"}
 SMALL = ("--device", DEVICE, "--host-bytes", f"{HOST_MIB}MiB", "--option", "threads=1", "--option",
          "pin_threads=false", "--option", "answer_timeout_ms=30000",
          *(word for name, value in KV.items() for word in ("--option", f"{name}={value}")))

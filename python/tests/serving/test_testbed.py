@@ -13,7 +13,6 @@ import transformers
 from server import Server
 from sluice.transformers import enable
 from small import DEVICE
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 TESTBED = Path(__file__).parents[3] / "tests/data/testbed"
 SENTENCES = ("The grass is green. ", "The sky is blue. ", "The sun is yellow. ", "Here we go. ",
@@ -39,30 +38,16 @@ def needle(seed: int) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model, with the tokenizer that its README describes: a token is a byte."""
-    path = tmp_path_factory.mktemp("testbed") / "testbed"
-    path.mkdir()
-    for file in TESTBED.iterdir():
-        (path / file.name).symlink_to(file)
-    # A byte's character as pre_tokenizers.ByteLevel has it: itself where it is printed, else one behind 255.
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    characters = [chr(byte if byte in printed else next(others)) for byte in range(256)]
-    bare = Tokenizer(models.BPE({character: byte for byte, character in enumerate(characters)}, []))
-    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bare.decoder = decoders.ByteLevel()
-    bare.add_special_tokens([AddedToken("<begin>"), AddedToken("<end>")])
-    bare.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", BEGIN)])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=bare, bos_token="<begin>", eos_token="<end>",
-                                         ).save_pretrained(path)
-    return path
+def folder() -> Path:
+    return TESTBED
 
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> transformers.PreTrainedTokenizerFast:
     made = transformers.AutoTokenizer.from_pretrained(folder)
-    assert made.encode("é\n") == [BEGIN, *"é\n".encode()] and made.decode(list("é\n".encode())) == "é\n"
+    for text in ("é\n", "", "  日本\x00\t", bytes(range(128)).decode()):
+        assert made.encode(text) == [BEGIN, *text.encode()] and made.decode(list(text.encode())) == text
+    assert (made.bos_token_id, made.eos_token_id) == (BEGIN, END)
     return made
 
 

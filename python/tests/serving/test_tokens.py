@@ -6,9 +6,9 @@ import re
 
 import pytest
 import transformers
-from sluice.serving.answers import Form
+from sluice.serving.answers import Form, Shown
 from sluice.serving.live import Live
-from sluice.serving.requests import Chosen, Request, Sampling
+from sluice.serving.requests import Chosen, Event, Request, Sampling
 from sluice.serving.text import Detokenizer
 from sluice.serving.tokens import TokenBytes
 from small import tokenizer
@@ -61,13 +61,13 @@ def told(ids: list[int], tops: dict[int, list[int]], text: str, chat: bool = Fal
     """Probabilities of these tokens, in one answer or in two pieces. `tops`: likely tokens of some."""
     chosen = [Chosen(each, -0.1, tuple((one, -0.1 * (rank + 1)) for rank, one in enumerate(tops.get(at, [each]))))
               for at, each in enumerate(ids)]
-    form = Form("tiny", chat, TokenBytes(tokenizer()), True)
+    form = Form("tiny", chat, TokenBytes(tokenizer()), Shown(logprobs=True))
     if cut is None:
-        return form.whole([(text, chosen, "stop")], {})["choices"][0]["logprobs"]
+        return form.whole([Event(1, text, tuple(chosen), finish="stop")], {})["choices"][0]["logprobs"]
     detokenizer, pieces = Detokenizer(tokenizer()), []
     pushed = [detokenizer.push(each) for each in ids]
     for part in (slice(0, cut), slice(cut, None)):
-        pieces.append(form.piece(0, "".join(pushed[part]), chosen[part], None)["choices"][0]["logprobs"])
+        pieces.append(form.piece(0, Event(1, "".join(pushed[part]), tuple(chosen[part])))["choices"][0]["logprobs"])
     return {name: [each for piece in pieces for each in piece[name]] for name in pieces[0]}
 
 
@@ -95,10 +95,10 @@ def test_names_that_are_alike() -> None:
     of = byte_fallback()
     of.add_tokens(["A"])
     alike, other = len(of) - 1, 4 + ord("A")
-    form = Form("tiny", False, TokenBytes(of), True)
+    form = Form("tiny", False, TokenBytes(of), Shown(logprobs=True))
     for chosen in (alike, other):
         top = tuple((each, -1.0) for each in (other, alike))
-        found = form.whole([("A", [Chosen(chosen, -1.0, top)], "stop")], {})["choices"][0]["logprobs"]
+        found = form.whole([Event(1, "A", (Chosen(chosen, -1.0, top),), finish="stop")], {})["choices"][0]["logprobs"]
         assert len(found["top_logprobs"][0]) == 2 and found["tokens"] == ["A"]
         assert f"token_id:{other if chosen == alike else alike}" in found["top_logprobs"][0]
 
@@ -113,7 +113,7 @@ def test_names_that_are_alike() -> None:
 def test_an_answer_is_decoded_behind_its_prompt(prompt: list[int], answer: list[int], want: str) -> None:
     of = byte_fallback()
     live = Live(Request(1, prompt, Sampling(max_tokens=len(answer))), of)
-    text = "".join(live.take(Chosen(each), frozenset(), 100).text for each in answer)
+    text = "".join(live.take(Chosen(each), 100).text for each in answer)
     assert text == want
     if "\ufffd" not in want:
         whole = of.decode(prompt + answer, skip_special_tokens=True)

@@ -89,6 +89,15 @@ def test_halves_run() -> None:
         assert greedy(model, prompt(2, 20)).shape == (2, 32)
 
 
+@pytest.mark.parametrize("policy", ["lfps", "tactic | int4"])
+def test_rows_of_a_batch_have_what_their_policy_keeps(policy: str) -> None:
+    """Tables on the CPU, and clusters on the device, one for each row."""
+    model = llama()
+    with enabled(model, policy):
+        both = greedy(model, prompt(2, 60))
+        assert torch.equal(greedy(model, prompt(2, 60)[1:]), both[1:])
+
+
 def test_rows_of_8_bits_run() -> None:
     model = llama()
     with enabled(model, "full", kv_dtype="fp8_e4m3") as here:

@@ -37,7 +37,7 @@ Json config_of(const BenchCpuOptions& options) {
 int run(BenchCpuOptions options) {
   options.shape = named_shape(options.shape_name, options.shape);
   (void)parse_pattern(options.pattern);
-  const std::vector<std::string> sections = split_list(options.sections);
+  const std::vector<std::string> sections = split_list(options.sections, "--sections");
   for (const std::string& section : sections) {
     if (section != "attention" && section != "kernels") {
       throw Error(Errc::invalid_argument, "--sections: unknown section '" + section + "'; have attention, kernels");

@@ -37,7 +37,7 @@ std::vector<DecodeMethod> parse_methods(const std::string& text) {
 std::vector<std::uint64_t> parse_kv_sizes(const std::string& text) {
   std::vector<std::uint64_t> sizes;
   if (text.empty()) return {0};
-  for (const std::string& size : split_list(text)) sizes.push_back(parse_size(size, "--kv-size"));
+  for (const std::string& size : split_list(text, "--kv-size")) sizes.push_back(parse_size(size, "--kv-size", 1));
   return sizes;
 }
 

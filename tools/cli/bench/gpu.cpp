@@ -20,7 +20,7 @@ namespace {
 
 int run(const BenchGpuOptions& options) {
   (void)parse_pattern(options.pattern);
-  const std::vector<std::string> sections = split_list(options.sections);
+  const std::vector<std::string> sections = split_list(options.sections, "--sections");
   for (const std::string& section : sections) {
     if (section != "attention" && section != "kernels" && section != "pipeline")
       throw Error(Errc::invalid_argument,
@@ -50,7 +50,7 @@ int run(const BenchGpuOptions& options) {
                            {"head_dim", shape.head_dim},
                            {"lengths", lengths},
                            {"policies", split_policies(options.policies)},
-                           {"placements", split_list(options.placements)},
+                           {"placements", split_list(options.placements, "--placements")},
                            {"rows", options.rows},
                            {"ragged", options.ragged},
                            {"far", options.far},
@@ -63,7 +63,7 @@ int run(const BenchGpuOptions& options) {
                            {"warm_up", options.warm_up},
                            {"repeats", options.repeats},
                            {"promotions", options.promotions},
-                           {"prefetch", split_list(options.prefetch)},
+                           {"prefetch", split_list(options.prefetch, "--prefetch")},
                            {"page_tokens", options.page_tokens},
                            {"near", options.near_share ? Json(*options.near_share) : Json()},
                            {"dense_tokens", dense_tokens_json(options.dense_tokens.value_or(0))},

@@ -20,7 +20,7 @@ std::vector<GpuCase> gpu_cases(const BenchGpuOptions& options) {
   for (const std::string& policy : split_policies(options.policies)) {
     const PolicySpec spec = timed_policy(policy);
     if (options.far != "auto") (void)with_far(policy, options.far, {}, {});  // Refused before anything is built.
-    for (const std::string& placement : split_list(options.placements)) {
+    for (const std::string& placement : split_list(options.placements, "--placements")) {
       const bool all_near = placement == kNear;
       if (all_near && scheduler::chooser(spec) == scheduler::Chooser::cpu)
         throw Error(Errc::unsupported, "--placements near: policy '" + policy +

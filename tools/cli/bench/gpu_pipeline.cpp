@@ -192,7 +192,7 @@ class PipelineBench {
 
 std::vector<bool> parse_prefetch(const std::string& text) {
   std::vector<bool> all;
-  for (const std::string& word : split_list(text)) {
+  for (const std::string& word : split_list(text, "--prefetch")) {
     if (word != "on" && word != "off")
       throw Error(Errc::invalid_argument, "--prefetch: '" + word + "' is neither on nor off; say on, off, or on,off");
     all.push_back(word == "on");

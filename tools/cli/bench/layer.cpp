@@ -82,6 +82,9 @@ PolicyLayer::PolicyLayer(const PolicySpec& spec, LayerBatch batch, cpu::Backend&
   if (spec.rest != RestKind::none)
     throw Error(Errc::unsupported, "bench cpu cannot measure policy '" + spec.name +
                                        "': its rest is the device's part; write rest=none, or use eval");
+  if (spec.budget.kind == BudgetKind::drawn)
+    throw Error(Errc::unsupported, "bench cpu cannot measure policy '" + spec.name +
+                                       "': sampling is the device's part; write top_k=128, or use bench gpu");
   for (const SyntheticLayer* each : batch_) {
     policies_.push_back(scheduler::make_layer_policy(spec, shape_, each->options().layout.page_tokens, LayerId{0}));
     for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {

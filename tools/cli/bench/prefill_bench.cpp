@@ -38,6 +38,10 @@ ShareHistogram coverage_of(const std::vector<float>& lse, const std::vector<floa
 
 }  // namespace
 
+std::vector<std::string> listed(const std::string& text, const char* option) {
+  return text.empty() ? std::vector<std::string>() : split_list(text, option);
+}
+
 PrefillBench::PrefillBench(const BenchPrefillOptions& options)
     : options_(options),
       workers_(std::make_shared<const cpu::Workers>(topology_, cpu::WorkersOptions{.threads = options.threads})),
@@ -51,19 +55,19 @@ PrefillBench::PrefillBench(const BenchPrefillOptions& options)
                           "--length");
   rows_ = parse_counts(options.rows, "--rows");
   samples_ = options.repeat != 0 ? options.repeat : host ? 3 : 5;
-  for (const std::string& gamma : split_list(options.gammas)) {
+  for (const std::string& gamma : listed(options.gammas, "--gammas")) {
     PrefillSpec spec{.mode = PrefillMode::flexprefill, .flex = options.flex};
     spec.flex.gamma = parse_gamma(gamma, "--gammas");
     validate(spec);
     specs_.push_back(spec);
   }
-  for (const std::string& text : split_list(options.others)) {
+  for (const std::string& text : listed(options.others, "--others")) {
     specs_.push_back(parse_prefill(text, options.flex));
     if (const PrefillMode mode = specs_.back().mode; mode != PrefillMode::streaming && mode != PrefillMode::minference)
       throw Error(Errc::invalid_argument,
                   "--others: '" + text + "' is measured without being named; name streaming or minference");
   }
-  for (const std::string& name : split_list(options.structures))
+  for (const std::string& name : split_list(options.structures, "--structures"))
     structures_.push_back(parse_prompt_structure(name, "--structures"));
   if (structures_.empty()) {
     throw Error(Errc::invalid_argument, "--structures: the list is empty; name at least one, e.g. vertical_slash");

@@ -42,6 +42,9 @@ struct BenchPrefillOptions {
   OutputOptions output;
 };
 
+/// The items of a list that may be empty.
+[[nodiscard]] std::vector<std::string> listed(const std::string& text, const char* option);
+
 /// Attention of one layer of prompts, dense and by choice: a table with a row for every structure, length, chunk and
 /// method. Every result is checked before it is timed.
 class PrefillBench {

@@ -26,7 +26,7 @@ AttentionShape shape_of(const BenchServeOptions& options) {
 
 std::vector<double> parse_rates(const BenchServeOptions& options) {
   std::vector<double> rates;
-  for (const std::string& rate : split_list(options.rates))
+  for (const std::string& rate : split_list(options.rates, "--rates"))
     rates.push_back(parse_number(rate, "--rates", {.least = 0.0, .most = 1e6}));
   if (rates.empty()) throw Error(Errc::invalid_argument, "--rates: the list is empty; name at least one, e.g. 1,4");
   if (!options.bisect) return rates;

@@ -16,6 +16,11 @@
 namespace sluice::tools {
 namespace {
 
+/// "": none, beside needles.
+std::vector<std::string> listed_tasks(const EvalOptions& options) {
+  return options.tasks.empty() ? std::vector<std::string>() : split_list(options.tasks, "--tasks");
+}
+
 NamedPolicies policies_of(const std::string& text) {
   NamedPolicies policies;
   if (text == "presets") {
@@ -32,7 +37,7 @@ NamedPolicies policies_of(const std::string& text) {
 std::vector<Cell> cells_of(const EvalOptions& options) {
   std::vector<Cell> cells;
   const std::vector<std::uint32_t> lengths = parse_counts(options.lengths, "--lengths");
-  for (const std::string& task : split_list(options.tasks)) {
+  for (const std::string& task : listed_tasks(options)) {
     for (const std::uint32_t length : lengths) cells.push_back({parse_task_kind(task), length});
   }
   return cells;
@@ -69,7 +74,7 @@ Json config_of(const EvalOptions& options, const EngineFlags& runtime, const Nam
   for (std::size_t i = 0; i < policies.names.size(); ++i)
     compositions[policies.names[i]] = to_string(policies.specs[i]);
   return {{"model", options.model},
-          {"tasks", split_list(options.tasks)},
+          {"tasks", listed_tasks(options)},
           {"lengths", options.lengths},
           {"policies", compositions},
           {"prefill", modes},

@@ -13,7 +13,7 @@ namespace {
 Json reached(const PolicySpec& spec, const ShareHistogram& coverage) {
   const BudgetKind kind = spec.budget.kind;
   const bool counts = kind == BudgetKind::top_k || kind == BudgetKind::sampled || kind == BudgetKind::verified ||
-                      kind == BudgetKind::within;
+                      kind == BudgetKind::within || kind == BudgetKind::drawn;
   const bool aims = spec.sources != 0 && !spec.uses(Source::all) && !counts;
   return aims && coverage.count() != 0 ? Json(coverage.share_above(spec.budget.mass)) : Json();
 }

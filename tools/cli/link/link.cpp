@@ -17,12 +17,12 @@ Json config_of(const LinkOptions& options) {
           {"samples", options.samples},
           {"numa_node", options.numa_node < 0 ? Json() : Json(options.numa_node)},
           {"pin_gib", options.pin_gib},
-          {"sections", split_list(options.sections)},
+          {"sections", split_list(options.sections, "--sections")},
           {"profile", options.profile.empty() ? Json() : Json(options.profile)}};
 }
 
 void check_sections(const LinkOptions& options) {
-  for (const std::string& section : split_list(options.sections)) {
+  for (const std::string& section : split_list(options.sections, "--sections")) {
     const bool known = section == "transfers" || section == "gather" || section == "load" || section == "latency" ||
                        section == "pinning";
     if (!known) throw Error(Errc::invalid_argument, "--sections: unknown section '" + section + "'; have " + kSections);

@@ -92,7 +92,7 @@ std::string format(const char* pattern, double value) {
 double link_gbps(std::uint64_t bytes, double us) { return us > 0.0 ? static_cast<double>(bytes) / us * 1e-3 : 0.0; }
 
 LinkFindings measure_link(const LinkOptions& options) {
-  const std::vector<std::string> sections = split_list(options.sections);
+  const std::vector<std::string> sections = split_list(options.sections, "--sections");
   const auto wanted = [&](const char* name) {
     return std::find(sections.begin(), sections.end(), name) != sections.end();
   };

@@ -50,7 +50,7 @@ void keep(const TransferProfile& profile, const CudaDeviceFacts& facts, const st
 
 }  // namespace
 
-std::filesystem::path profile_cache_directory() {
+std::filesystem::path cache_directory() {
   if (const std::filesystem::path cache = directory_in("XDG_CACHE_HOME"); !cache.empty()) return cache / "sluice";
   if (const std::filesystem::path home = directory_in("HOME"); !home.empty()) return home / ".cache" / "sluice";
   return {};

@@ -12,7 +12,7 @@ namespace sluice::tools {
 /// Transfer profiles that were measured without being asked for, one file per GPU in the user's cache.
 
 /// $XDG_CACHE_HOME/sluice, else ~/.cache/sluice; empty if the environment names neither.
-[[nodiscard]] std::filesystem::path profile_cache_directory();
+[[nodiscard]] std::filesystem::path cache_directory();
 
 /// Name of the GPU's file: its name and place on the bus, in letters that every file system takes.
 [[nodiscard]] std::string profile_file_name(const CudaDeviceFacts& facts);

@@ -103,7 +103,7 @@ class Plans {
                     .attended = parse_share(options_.attended, "--attended"),
                     .weights_bytes = weights_read(options_.shape, shape_.layers) / options_.gpus};
       work.page_tokens = page_tokens_for(work.policy, EngineFlags{});
-      for (const std::string& placement : split_list(options_.placements)) {
+      for (const std::string& placement : split_list(options_.placements, "--placements")) {
         work.near_share = options_.near.empty() ? 0.0 : parse_share(options_.near, "--near");
         work.near_hits = 0.0;
         place(placement, work);
@@ -271,7 +271,7 @@ void add_plan(CLI::App& app, int& exit_code) {
                    "Share of its tokens that a KV head attends where the policy goes by mass, such as twilight")
       ->capture_default_str();
   add_far(*command, options->far);
-  add_size(*command, "--weights", options->weights, "Device memory that is not for attention, K/M/G allowed");
+  add_size(*command, "--weights", options->weights, "Device memory that is not for attention, K/M/G allowed", 0);
   add_machine_flags(*command, *options);
   add_device_flags(*command, options->device);
   command

@@ -44,6 +44,10 @@ Table summary(const Generation& generation, std::size_t prompt_tokens, const Pol
   add({"device_bytes", "device memory for attention, bytes"}, engine.memory().device());
   add({"host_bytes", "host memory for attention, bytes"}, engine.memory().host());
   if (options.dense_tokens != 0) add({"dense_tokens", "all are attended up to, tokens"}, options.dense_tokens);
+  const std::uint64_t attended = score.stats.near_tokens + score.stats.far_tokens + score.stats.fetched_tokens;
+  if (!policy.uses(Source::all) && score.tokens != 0 &&
+      attended == score.dense_tokens * options.shape.layers * options.shape.kv_heads)
+    add({"attended_whole", "what the policy chose"}, "nothing: every token was attended");
   table.rows.push_back(std::move(row));
   return table;
 }

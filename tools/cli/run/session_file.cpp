@@ -6,12 +6,13 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <vector>
 
-#include "cpu/machine/crc32c.hpp"
 #include "sluice/error.hpp"
+#include "tools/cli/link/profile_cache.hpp"
 #include "tools/cli/text/message.hpp"
+#include "tools/cli/text/progress_bar.hpp"
+#include "tools/llama/file_digest.hpp"
 #include "tools/llama/one_error.hpp"
 
 namespace sluice::tools {
@@ -19,33 +20,32 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Size of a file, and a checksum of its beginning and its end.
-std::string signature(const fs::path& path) {
-  constexpr std::uint64_t kMost = 64 * KiB;
-  const std::uint64_t size = fs::file_size(path);
-  std::ifstream in(path, std::ios::binary);
-  std::vector<char> bytes(2 * std::min(size, kMost));
-  const auto half = static_cast<std::streamsize>(bytes.size() / 2);
-  in.read(bytes.data(), half);
-  in.seekg(static_cast<std::streamoff>(size) - half);
-  in.read(bytes.data() + half, half);
-  if (!in) throw Error(Errc::io, "cannot read " + path.string() + "; use a model that you may read");
-  return path.filename().string() + " " + std::to_string(size) + " " +
-         std::to_string(cpu::crc32c(std::as_bytes(std::span(bytes))));
-}
-
+/// Of all bytes of all files that keys and values depend on: configuration and weights.
 std::string signature_of_model(const std::string& directory) {
-  std::vector<std::string> files;
+  std::vector<fs::path> files;
+  std::uint64_t total = 0, done = 0;
   for (const auto& entry : fs::directory_iterator(directory)) {
     const fs::path& path = entry.path();
-    if (path.filename() == "config.json" || path.extension() == ".safetensors") files.push_back(signature(path));
+    if (path.filename() != "config.json" && path.extension() != ".safetensors") continue;
+    files.push_back(path);
+    total += fs::file_size(path);
   }
   std::ranges::sort(files);
+  const fs::path cache = cache_directory();
+  const DigestCache digests(cache.empty() ? cache : cache / "digests");
+  ProgressBar bar("digest of the weights, MiB");
   std::string text;
-  for (const std::string& file : files) text += (text.empty() ? "" : ", ") + file;
+  for (const fs::path& file : files) {
+    const std::uint64_t before = done;
+    const std::string digest = digests.of(file, [&](std::uint64_t bytes) {
+      done += bytes;
+      bar.update(done / MiB, total / MiB);
+    });
+    done = before + fs::file_size(file);
+    text += (text.empty() ? "" : ", ") + file.filename().string() + " " + digest;
+  }
   // A model of hundreds of files has more names than a parked sequence may be given.
-  const auto bytes = std::as_bytes(std::span(text));
-  return text.size() < KiB ? text : std::to_string(files.size()) + " files " + std::to_string(cpu::crc32c(bytes));
+  return text.size() < KiB ? text : std::to_string(files.size()) + " files " + digest_of(text);
 }
 
 }  // namespace

@@ -12,8 +12,9 @@
 /// Prompts that are kept in a file from one `sluice run` to the next.
 namespace sluice::tools {
 
-/// What keys and values of a prompt depend on besides its tokens: the model's configuration and weights, of which the
-/// beginnings and ends of the files stand for all, or the name of a random one; how prompts attend; and the policy.
+/// What keys and values of a prompt depend on besides its tokens: the model's configuration and weights, by a digest of
+/// all of their bytes, which is kept in the user's cache, or the name of a random one; how prompts attend; and the
+/// policy.
 [[nodiscard]] std::string session_model(const RunOptions& options, const PolicySpec& policy,
                                         const PrefillSpec& prefill);
 

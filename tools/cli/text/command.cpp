@@ -112,8 +112,9 @@ CLI::Option* add_seed(CLI::App& app, std::uint64_t& target, const std::string& h
       ->default_str(std::to_string(target));
 }
 
-CLI::Option* add_size(CLI::App& app, const std::string& name, std::uint64_t& target, const std::string& help) {
-  const auto read = [name, &target](const std::string& text) { target = parse_size(text, name); };
+CLI::Option* add_size(CLI::App& app, const std::string& name, std::uint64_t& target, const std::string& help,
+                      std::uint64_t least) {
+  const auto read = [name, &target, least](const std::string& text) { target = parse_size(text, name, least); };
   return app.add_option_function<std::string>(name, read, help)->type_name("BYTES");
 }
 
@@ -185,6 +186,17 @@ ExitCode deliver_beside(Report report, Format format, const OutputTarget& target
   }
   if (failed) std::rethrow_exception(failed);
   return code;
+}
+
+void refuse_empty_values(CLI::App& app) {
+  const auto check = [](const std::string& value) {
+    return std::string(value.empty() ? "the value is empty; give it one, or leave the option out" : "");
+  };
+  for (CLI::Option* const option : app.get_options()) {
+    const std::string kind = option->get_type_name();
+    if (option->get_expected_max() > 0 && !kind.empty() && kind != "TEXT" && kind != "LIST") option->check(check, "", "");
+  }
+  for (CLI::App* const command : app.get_subcommands({})) refuse_empty_values(*command);
 }
 
 void add_output(CLI::App& app, OutputOptions& target) {

@@ -57,7 +57,9 @@ CLI::Option* add_count(CLI::App& app, const std::string& name, Count& target, co
 }
 
 /// Options whose values have units. `target` holds the default, which the help shows, and must outlive parsing.
-CLI::Option* add_size(CLI::App& app, const std::string& name, std::uint64_t& target, const std::string& help);
+/// A size of 0 is refused unless `least` is 0: it would be taken for none given.
+CLI::Option* add_size(CLI::App& app, const std::string& name, std::uint64_t& target, const std::string& help,
+                      std::uint64_t least = 1);
 CLI::Option* add_dtype(CLI::App& app, const std::string& name, DType& target, const std::string& help);
 /// The same of keys and values in an engine's memory, which may have scales.
 CLI::Option* add_kv_dtype(CLI::App& app, const std::string& name, DType& target, const std::string& help);
@@ -74,6 +76,10 @@ void deliver_text(const std::string& text, const OutputTarget& target);
 /// along.
 [[nodiscard]] ExitCode deliver_beside(Report report, Format format, const OutputTarget& target, const std::string& text,
                                       const OutputTarget& beside);
+
+/// Refuses an empty value of every option that names its kind of value, such as FILE: it would be taken for none given.
+/// Of all subcommands, and so behind those that add them. Lists, which say LIST or nothing, may be empty.
+void refuse_empty_values(CLI::App& app);
 
 /// `-o FORMAT` and `--output FILE`.
 void add_output(CLI::App& app, OutputOptions& target);

@@ -40,20 +40,22 @@ std::size_t to_comma(std::string_view text) {
 
 }  // namespace
 
-std::uint64_t parse_size(std::string_view text, std::string_view option) {
+std::uint64_t parse_size(std::string_view text, std::string_view option, std::uint64_t least) {
   std::string_view number = text;
-  if (number.ends_with("iB")) {
-    number.remove_suffix(2);
-  } else if (number.ends_with("B") || number.ends_with("b")) {
+  const auto ends_with = [&](char letter) { return !number.empty() && (number.back() | 0x20) == letter; };
+  if (ends_with('b')) {
     number.remove_suffix(1);
+    if (ends_with('i')) number.remove_suffix(1);
   }
+  const bool binary = text.size() - number.size() == 2;
   const std::optional<scheduler::Scaled> size = scheduler::read_scaled(number);
   // A part of a byte is a slip of the pen; what is left of 1.1G after rounding is not.
   const bool whole = size && (size->exact || (size->suffix && size->value != 0));
-  const bool unit = size && (size->suffix || !text.ends_with("iB"));
+  const bool unit = size && (size->suffix || !binary);
   if (!whole || !unit || size->value >= std::uint64_t{1} << 63) {
     refuse(option, text, "a size in bytes such as 512M, 4G or 1.5G (1G = 2^30 bytes)");
   }
+  if (size->value < least) refuse(option, text, "at least " + std::to_string(least) + "; leave it out for the default");
   return size->value;
 }
 
@@ -109,14 +111,14 @@ std::uint64_t parse_seed(std::string_view text, std::string_view option) {
 
 std::vector<double> parse_shares(std::string_view text, std::string_view option) {
   std::vector<double> shares;
-  for (const std::string& item : split_list(text)) shares.push_back(parse_share(item, option));
+  for (const std::string& item : split_list(text, option)) shares.push_back(parse_share(item, option));
   return shares;
 }
 
 std::vector<std::uint32_t> parse_counts(std::string_view text, std::string_view option) {
   constexpr std::uint64_t kMost = std::uint64_t{1} << 31;
   std::vector<std::uint32_t> counts;
-  for (const std::string& item : split_list(text)) {
+  for (const std::string& item : split_list(text, option)) {
     const std::optional<std::uint64_t> count = scheduler::read_count(item);
     if (!count || *count == 0 || *count > kMost) {
       refuse(option, item, "a comma list of token counts such as 2048,8K (1K = 1024)");
@@ -130,7 +132,7 @@ std::vector<std::uint32_t> parse_counts(std::string_view text, std::string_view 
 std::vector<std::uint32_t> parse_ranges(std::string_view text, std::string_view option) {
   constexpr std::uint32_t kMost = 65'535;
   std::vector<std::uint32_t> numbers;
-  for (const std::string& item : split_list(text)) {
+  for (const std::string& item : split_list(text, option)) {
     const std::size_t dash = item.find('-');
     const auto first = scheduler::read_count(item.substr(0, dash));
     const auto last = dash == std::string::npos ? first : scheduler::read_count(item.substr(dash + 1));
@@ -157,31 +159,32 @@ DType parse_kv_dtype(std::string_view text, std::string_view option) {
   refuse(option, text, "one of f32, f16, bf16, fp8_e4m3");
 }
 
-std::vector<std::string> split_list(std::string_view text) {
+std::vector<std::string> split_list(std::string_view text, std::string_view option) {
   std::vector<std::string> items;
-  while (!text.empty()) {
-    const std::size_t comma = std::min(text.find(','), text.size());
-    if (comma > 0) items.emplace_back(text.substr(0, comma));
-    text.remove_prefix(std::min(comma + 1, text.size()));
+  for (std::string_view rest = text;;) {
+    const std::size_t comma = std::min(rest.find(','), rest.size());
+    if (comma == 0) refuse(option, text, "at least one item, and one between any two commas");
+    items.emplace_back(rest.substr(0, comma));
+    if (comma + 1 >= rest.size()) return items;  // Behind the last one a comma says nothing.
+    rest.remove_prefix(comma + 1);
   }
-  return items;
 }
 
 std::vector<std::string> split_policies(std::string_view text) {
   std::vector<std::string> policies;
-  while (!text.empty()) {
-    std::string_view list = text.substr(0, text.find(';'));
-    text.remove_prefix(std::min(list.size() + 1, text.size()));
-    for (bool open = false; !list.empty();) {
+  for (std::string_view rest = text; !rest.empty();) {
+    std::string_view list = rest.substr(0, rest.find(';'));
+    rest.remove_prefix(std::min(list.size() + 1, rest.size()));
+    for (bool open = false;; open = true) {
       const std::string_view item = list.substr(0, to_comma(list));
-      list.remove_prefix(std::min(item.size() + 1, list.size()));
-      if (item.empty()) continue;
+      if (item.empty()) refuse("--policies", text, "a policy beside each of its commas, and before each semicolon");
       if (open && is_option(item)) {
         policies.back().append(",").append(item);
       } else {
         policies.emplace_back(item);
       }
-      open = true;
+      if (item.size() + 1 >= list.size()) break;
+      list.remove_prefix(item.size() + 1);
     }
   }
   return policies;

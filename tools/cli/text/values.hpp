@@ -15,9 +15,9 @@ namespace sluice::tools {
 // nothing before or behind them. See scheduler/numbers.hpp, which policies read theirs by, too.
 
 /// Reads bytes: digits with an optional K, M, G or T (binary: 1G = 2^30), an optional fraction, and an optional
-/// `B` or `iB` after the suffix. `option` is named in the message.
+/// `B` or `iB` after the suffix, in either case: 64M, 64mib. `option` is named in the message.
 /// @throws Error{Errc::invalid_argument}
-[[nodiscard]] std::uint64_t parse_size(std::string_view text, std::string_view option);
+[[nodiscard]] std::uint64_t parse_size(std::string_view text, std::string_view option, std::uint64_t least = 0);
 
 /// Bytes as parse_size reads them, rounded to three digits: `4G`, `1.25M`, `17`.
 [[nodiscard]] std::string format_size(std::uint64_t bytes);
@@ -64,8 +64,9 @@ struct NumberRange {
 /// The same of keys and values in an engine's memory, which may have scales.
 [[nodiscard]] DType parse_kv_dtype(std::string_view text, std::string_view option);
 
-/// Splits on commas; empty items are dropped.
-[[nodiscard]] std::vector<std::string> split_list(std::string_view text);
+/// Splits on commas. A list that may be empty is not split where it is.
+/// @throws Error{Errc::invalid_argument} if an item is empty, such as between two commas
+[[nodiscard]] std::vector<std::string> split_list(std::string_view text, std::string_view option);
 
 /// Splits a list of policies, whose options hold commas themselves: a comma starts a new policy unless
 /// `key=value` follows it; `;` always does. `full,lfps:alpha=0.3,budget=2%,topk` is three policies.

@@ -1,0 +1,60 @@
+"""benchmarks/search.py measures what eval does, and nothing twice."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from saved import DEVICE, KV
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import search  # noqa: E402
+
+SINKS = "streaming:sinks=4,recent=8"
+SMALL = ("--tokens", "80", "--windows", "2", "--score", "6")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, text: Path,
+        tmp_path: Path) -> Callable[..., str]:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps({"task": name, "length": 64, "prompt": [5, 6, 7] * 20, "answer": [8, 9]}) + "\n"
+                             for name in "ab"))
+
+    def call(*arguments: str) -> str:
+        options = {**KV, "threads": 1, "pin_threads": "false", "answer_timeout_ms": 30_000}
+        monkeypatch.setattr(sys, "argv", [
+            "search.py", "--model", f"tiny={folder}", "--text", str(text), *SMALL, "--tasks", f"tiny={tasks}",
+            "--device", DEVICE, "--host-bytes", "16MiB", "--near-bytes", "0", "--out", str(tmp_path / "found.jsonl"), *arguments,
+            *(word for name, value in options.items() for word in ("--option", f"{name}={value}"))])
+        search.main()
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_a_search(run: Callable[..., str], evaluate: Callable, folder: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "found.jsonl"
+    first = run("--policies", f"{SINKS};nonesuch")
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["of"], row["policy"]) for row in rows] == [
+        ("text", "full"), ("text", SINKS), ("answers", "dense"), ("answers", "full"), ("answers", SINKS)]
+    want = json.loads(evaluate(folder, "--text", text, *SMALL, "--policies", SINKS, "--json", "-").out)
+    for row, result in zip(rows, want["text"]["results"][1:]):
+        assert row["kl_mean"] == pytest.approx(result["kl_mean"], abs=1e-12) and row["attended"] == result["attended"]
+    assert rows[-1]["prompts"] == 2 and rows[-1]["floor_same_answer"] == 1
+    shown = [line.split(" | ") for line in first.splitlines()[2:]]
+    assert [line[3].strip() for line in shown] == ["full", SINKS, "dense", "full", SINKS]
+    assert "(whole)" in shown[0][-2] and "(whole)" not in shown[1][-2]
+    run("--policies", f"{SINKS};streaming:sinks=4,recent=64")
+    more = [json.loads(line)["policy"] for line in out.read_text().splitlines()[len(rows):]]
+    assert more == ["streaming:sinks=4,recent=64"] * 2
+    before = out.read_text()
+    lines = run("--by-policy").splitlines()
+    assert len(lines) == 2 + 4 and "KL x floor: text 80" in lines[0] and "same answers 64" in lines[0]
+    assert run("--table") and run("--policies", SINKS) and run("--policies", "topk", "--seconds", "0")
+    assert out.read_text() == before

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "sluice/sample.hpp"
+#include "tests/support/rest_reference.hpp"
+
+namespace sluice::test {
+
+/// A policy `exact | int4 | sample=M`.
+struct DrawPolicy {
+  std::uint32_t sinks = 0;
+  std::uint32_t recent = 1;
+  std::uint32_t drawn = 0;  ///< M
+  std::uint32_t seed = 1;
+  std::uint32_t redraw = 0;
+  bool group_draws = false;
+};
+
+/// New tokens of a sequence that choose together, see Story::Together; one by itself if `drafts` is 0.
+struct DrawTeam {
+  std::uint32_t first = 0;
+  std::uint32_t drafts = 0;
+  std::uint32_t draft = 0;  ///< whose output this is
+};
+
+/// What the query heads of a layer get, in float64. Nothing if a head's M-th and (M+1)-th scores are so close that
+/// float32 may order them otherwise.
+[[nodiscard]] std::optional<Attention> attended_with_draws(const Story& story, const AttentionShape& shape,
+                                                           std::uint32_t layer, const DrawTeam& team,
+                                                           const DrawPolicy& policy);
+
+}  // namespace sluice::test
