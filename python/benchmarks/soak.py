@@ -209,6 +209,7 @@ def kill_engine(clients: Clients, wants: argparse.Namespace) -> None:
     until(lambda: any("has ended with exit code -9" in line for line in server.said))
     if server.metric("sluice_running") or server.metric("sluice_engine_up"):
         raise SystemExit("/metrics tells of an engine that is not there")
+    clients.wrong += [line for line in server.said[1:] if not line.startswith(("  ", "sluice: "))]
     server.end()
     clients.server = Server(wants)
     until(lambda: clients.server.health() == 200)
@@ -261,9 +262,10 @@ def main() -> int:
             told["full_disk"] += 1
         clients.close()
         server = clients.server
+        clients.wrong += [line for line in server.said[1:] if not line.startswith(("  ", "sluice: "))]
         until(lambda: server.metric("sluice_running") == 0 and server.health() == 200)
         print(json.dumps({"seconds": round(time.monotonic() - began), "events": told, "seen": clients.seen,
-                          "files": server.files(), "lines": server.said[1:][:9], "wrong": clients.wrong[:20]}))
+                          "files": server.files(), "wrong": clients.wrong[:20]}))
     finally:
         clients.ends.set()
         clients.server.end()

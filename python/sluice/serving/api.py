@@ -66,6 +66,14 @@ def _add_routes(app: FastAPI, answering: Answering, ready: Ready, front: Front) 
     async def chat_completions(wants: ChatRequest, request: Request) -> Response:
         return await answering.chat(wants, request)
 
+    @app.post("/tokenize")
+    async def tokenize(wants: TokenizeRequest) -> Response:
+        return await answering.tokenize(wants)
+
+    @app.post("/detokenize")
+    async def detokenize(wants: DetokenizeRequest) -> Response:
+        return await answering.detokenize(wants)
+
     @routes.get("/models")
     @routes.head("/models", include_in_schema=False)
     async def models() -> Response:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import resource
 import socket
@@ -45,7 +46,8 @@ class WebServer(uvicorn.Server):
 
     def __init__(self, app: Any, house: House, drain_s: float) -> None:
         """`drain_s`: for answers to end when it is told to."""
-        # Its warnings are of what anybody may send, and would fill a log.
+        # Its warnings, and asyncio's, are of what anybody may send, and would fill a log.
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
         super().__init__(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=drain_s, ws="none",
                                         http=functools.partial(HttpConnection, house), backlog=_ACCEPTED_AT_ONCE))
 
@@ -255,7 +257,11 @@ class HttpConnection(H11Protocol):
         self._enter("end")
         self._unset_keepalive_if_required()
         if sends and not self._half_closed and self._raw.can_write_eof() and not self._raw.is_closing():
-            self._raw.write_eof()
+            try:
+                self._raw.write_eof()
+            except OSError:  # The client has reset it, as the next read would tell.
+                self._raw.abort()
+                return
             self.flow.resume_reading()
             self._set("read", self._deadlines.linger, self._raw.abort)
         else:

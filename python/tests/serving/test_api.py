@@ -380,8 +380,8 @@ def test_halves_of_surrogates(site: Site) -> None:
 
     assert error_of(post("completions", '{"model": "%s", "prompt": "a"}' % half), 404)["param"] == "model"
     assert "surrogate" in error_of(post("completions", '{"model": "tiny", "prompt": "%s"}' % half), 400)["message"]
-    assert post("completions", '{"model": "tiny", "prompt": "a", "%s": 1}' % half).status_code == 200
-    assert error_of(post("completions", '{"model": "tiny", "prompt": "a", "logit_bias": {"%s": 1}}' % half), 400)
+    assert "JSON object" not in error_of(post("completions", '{"model": "tiny", "prompt": "a", "%s": 1}' % half),
+                                         400)["message"]
     chat = '{"model": "tiny", "messages": [{"role": "user", "content": %s}]}'
     assert "surrogate" in error_of(post("chat/completions", chat % f'"{half}"'), 400)["message"]
     error_of(post("chat/completions", chat % f'[{{"type": "{half}"}}]'), 400)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import json
 import select
 import socket
@@ -263,6 +265,25 @@ def test_heads_and_targets(start: Callable[..., Front], caplog: pytest.LogCaptur
             assert not (sent.startswith(b"HEAD") and body)
             assert status == 200 or body["error"]["message"]
     assert not caplog.records
+
+
+def test_a_client_that_resets_a_connection_that_ends(start: Callable[..., Front], caplog: pytest.LogCaptureFixture,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end cannot be told to it, which is no error of anybody's."""
+    front, told = start(api_keys=("secret",)), []
+
+    def write_eof(transport: asyncio.Transport) -> None:
+        told.append(transport)
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    monkeypatch.setattr("asyncio.selector_events._SelectorSocketTransport.write_eof", write_eof)
+    for sent in (head("POST", "/v1/completions", "Content-Length: 1000"), b"G"):
+        with front.connect() as connection:
+            connection.sendall(sent)
+            with contextlib.suppress(ConnectionError):
+                rest(connection)
+    wait_until(lambda: not front.house._all)
+    assert told and not caplog.records
 
 
 def test_more_connections_than_descriptors() -> None:

@@ -156,8 +156,8 @@ def test_a_generation_config_that_is_fine(changed: Callable[..., Path], here: Ca
 
 
 def test_all_that_loads_says_whether_code_may_run() -> None:
-    """What is left out asks on standard input. A GenerationConfig has no code."""
-    calls = [call for path in Path(sluice.__file__).parent.rglob("*.py")
-             for call in re.findall(r"\w+\.from_pretrained\([^#]{,400}", path.read_text())
-             if not call.startswith("GenerationConfig.")]
+    """What is left out asks on standard input. Configurations of sampling and adapters have no code."""
+    texts = [path.read_text() for path in Path(sluice.__file__).parent.rglob("*.py")]
+    calls = [text[found.start() :][:400] for text in texts for found in re.finditer(r"\w+\.from_pretrained\(", text)
+             if not found[0].startswith(("GenerationConfig.", "Peft"))]
     assert len(calls) >= 3 and all("trust_remote_code=" in call for call in calls), calls
