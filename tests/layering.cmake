@@ -113,7 +113,7 @@ check_room(capi OWN "${vocabulary}|(runtime|capi)/" BANNED_SYSTEM "${cuda_header
 files_of(tools tool_files)
 foreach(tool_file IN LISTS tool_files)
   if(tool_file MATCHES "/tools/llama/")
-    check_file(${tool_file} OWN "${vocabulary}|tools/llama/")
+    check_file(${tool_file} OWN "${vocabulary}|tools/llama/|cpu/machine/crc32c")
   else()
     check_file(${tool_file} OWN "${vocabulary}|(scheduler|cpu|gpu|runtime|capi|tools)/")
   endif()

@@ -41,8 +41,8 @@ namespace sluice {
 ///
 /// scale and zero are rounded to f16 first and the codes are the nearest to those, so that what is decoded is within
 /// scale / 2 of H(k - m), but for the rounding of its smallest and largest element. They saturate where f16 does; scale
-/// is at least the smallest f16. A row of which an element of H(k - m) is NaN, as it is if one of k is no finite
-/// number, has NaN for both.
+/// is at least the smallest f16. A row of which an element of H(k - m) is NaN, as all are where one of k is, has NaN for
+/// both.
 struct Int4Layout {
   std::uint32_t page_tokens = 16;
   std::uint32_t head_dim = 0;

@@ -125,8 +125,8 @@ class Library:
     def error(self, status: int, owner: str = OWNER) -> Error:
         """What the calling thread's newest call that failed is to raise. `owner`: what its text has before names of
         options."""
-        text = _OPTION.sub(lambda found: owner + _RENAMED.get(found[1], found[1]),
-                           self._last_error().decode(errors="replace")).replace("AdmissionOptions::", "AdmissionOptions.")
+        text = self._last_error().decode(errors="replace").replace("AdmissionOptions::", "AdmissionOptions.")
+        text = _OPTION.sub(lambda found: owner + _RENAMED.get(found[1], found[1]), text)
         return BY_STATUS.get(status, Error)(text or f"sluice_status {status}")
 
     def check(self, status: int, owner: str = OWNER) -> None:

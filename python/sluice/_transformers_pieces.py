@@ -88,7 +88,7 @@ def _mask(mask: Any, cache: SluiceCache, past: int, count: int, whole: int, kind
 
 
 def _joined(outputs: Iterator[ModelOutput], batch: int, keep: int) -> ModelOutput:
-    """The output of all pieces. If nothing but the last hidden states is asked for, those of the `keep` newest tokens."""
+    """The output of all pieces. If nothing but last hidden states is asked for, those of the `keep` newest tokens."""
     parts: list[ModelOutput] = []
     for output in outputs:
         parts.append(output)

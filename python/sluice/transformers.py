@@ -43,7 +43,7 @@ __all__ = ["Enabled", "balance", "enable"]
 def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_bytes: int = 1 << 30, *,
            sequences: int | None = None, prefill_rows: int = 2048, **options: Any) -> Enabled:
     """Has this model attend by `policy`, with keys and values of at most `host_bytes`. `sequences`: rows of a batch, or
-    beams, that live at once, in all caches; None: 16, or as many as a batch has that comes while no other cache has any.
+    beams, that live at once, in all caches; None: 16, or as many as a batch has that comes while no other cache has.
     `prefill_rows`: tokens of a prompt, over all rows of a batch, that go through the model's decoder at once; longer
     ones are read in pieces. `options` are others of EngineOptions; without `near_bytes` the memory of a GPU for near
     keys and values is chosen by what is free, and without `dense_tokens` policy `sluice` has DENSE_AUTO. What is

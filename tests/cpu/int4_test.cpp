@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu/backend/verbs.hpp"
 #include "cpu/kernels/kernels.hpp"
 #include "tests/cpu/backend_cases.hpp"
 #include "tests/support/catch.hpp"
@@ -82,6 +83,27 @@ TEST_CASE("every variant makes the same 4-bit copies and estimates alike", "[cpu
         if (std::abs(out[i] - logit / root) > 2e-6 * size / root) FAIL("token " << token << ", head " << head);
       }
     }
+  }
+}
+
+TEST_CASE("the mean key is that of the rows of a page, without what is no finite number", "[cpu][int4]") {
+  const auto dtype = GENERATE(DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3);
+  const auto page_tokens = GENERATE(8u, 16u, 32u);
+  CAPTURE(to_string(dtype), page_tokens);
+  Problem problem({.dtype = dtype, .tokens = 2 * page_tokens, .head_dim = 96, .page_tokens = page_tokens});
+  for (std::uint32_t token = 0; token < page_tokens; ++token) problem.set_k(token, 7, 100.0 + token);
+  problem.set_k(3, 5, std::nan(""));
+  if (dtype != DType::fp8_e4m3) problem.set_k(4, 6, INFINITY);
+  if (dtype == DType::f32) {
+    for (std::uint32_t token = 0; token < page_tokens; ++token) problem.set_k(token, 8, 3e38);  // Their sum is none.
+  }
+  for (const cpu::Kernels* kernels : cpu::available_kernels()) {
+    CAPTURE(kernels->name);
+    std::vector<float> mean(97, 1234.f);
+    cpu::key_mean(*kernels, problem.layout(), problem.kv().page(0), mean.data());
+    REQUIRE(mean.back() == 1234.f);
+    mean.pop_back();
+    REQUIRE(mean == int4_copies::mean_key(problem));
   }
 }
 

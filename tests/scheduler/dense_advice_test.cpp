@@ -20,15 +20,17 @@ std::uint32_t advised(const std::string& policy, const AttentionShape& shape = k
 }  // namespace
 
 TEST_CASE("short sequences are advised to be attended whole, longer ones the more heads share keys", "[plan][dense]") {
-  const std::uint32_t tokens = advised("sluice");
+  const std::string few = "exact | int4 | top_k=64";
+  const std::uint32_t tokens = advised(few);
   REQUIRE(tokens >= 128 + 4 + 4 * 64);  // Which would all be attended anyway.
   REQUIRE(tokens < 4096);
   REQUIRE(advised("exact | int4 | top_k=256") > tokens);
+  REQUIRE(advised("exact | int4 | sample=256") == advised("exact | int4 | top_k=256"));
   REQUIRE(advised("exact | int4 | top_k=16 | near=0,sinks=0,recent=16") < tokens);
-  REQUIRE(advised("sluice", {.layers = 4, .q_heads = 64, .kv_heads = 8, .head_dim = 128}) > tokens);
+  REQUIRE(advised(few, {.layers = 4, .q_heads = 64, .kv_heads = 8, .head_dim = 128}) > tokens);
   // Half as much to read of a row, and as many rows to estimate.
-  REQUIRE(advised("sluice", {.layers = 4, .q_heads = 32, .kv_heads = 8, .head_dim = 64}) > tokens);
-  REQUIRE(advised("sluice", kModel, DType::fp8_e4m3) > tokens);
+  REQUIRE(advised(few, {.layers = 4, .q_heads = 32, .kv_heads = 8, .head_dim = 64}) > tokens);
+  REQUIRE(advised(few, kModel, DType::fp8_e4m3) > tokens);
 }
 
 TEST_CASE("where a choice keeps nearly all, everything is attended, however long", "[plan][dense]") {

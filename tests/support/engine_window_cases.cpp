@@ -187,7 +187,8 @@ TEST_CASE("parked sequences have what layers with windows have, and come back wi
   for (const std::uint32_t page_tokens : {8u, 16u, 64u}) {
     CAPTURE(page_tokens);
     Engine into(with_pages(windowed(rig, windows, 3), page_tokens), rig.device);
-    goes_on(into, rig, {.story = &story, .id = into.resume(area), .at = 300}, 60);
+    const Story same = story_of(windows, 400, 605, rig, page_tokens);
+    goes_on(into, rig, {.story = &same, .id = into.resume(area), .at = 300}, 60);
   }
 }
 
@@ -202,11 +203,12 @@ TEST_CASE("with larger pages a sequence has no more of its windows than what was
   const std::vector<std::byte> area = parked(engine, teller.id);
   Engine into(with_pages(windowed(rig, windows, 3), page_tokens), rig.device);
   fill(into, rig, windows);
-  const Teller all{.story = &story, .id = into.resume(area), .at = 300};
+  const Story same = story_of(windows, 400, 605, rig, page_tokens);
+  const Teller all{.story = &same, .id = into.resume(area), .at = 300};
   REQUIRE((parked(into, all.id) == area));
   for (std::uint32_t tokens = 300; tokens > 220; tokens -= 3) {
     CAPTURE(tokens);
-    Teller child{.story = &story, .id = {}, .at = tokens};
+    Teller child{.story = &same, .id = {}, .at = tokens};
     const auto fork = [&](Engine& of, SequenceId id) { child.id = of.fork(id, tokens); };
     if (tokens + 1 - 40 < 240) {  // Which are parked from there on.
       REQUIRE(code_of([&] { fork(engine, teller.id); }) == Errc::unsupported);
@@ -222,10 +224,10 @@ TEST_CASE("with larger pages a sequence has no more of its windows than what was
     into.end(grandchild);
   }
   into.truncate(all.id, 0);
-  const Teller again{.story = &story, .id = all.id};
+  const Teller again{.story = &same, .id = all.id};
   goes_on(into, rig, again, 60);
   into.truncate(all.id, 50);
-  goes_on(into, rig, {.story = &story, .id = all.id, .at = 50}, 10);
+  goes_on(into, rig, {.story = &same, .id = all.id, .at = 50}, 10);
 }
 
 TEST_CASE("no other sequence finds pages of windows that came back without their first rows",

@@ -139,6 +139,52 @@ TEST_CASE("estimates are products with the decoded copies, and near the logits",
   for (const ScoreInt4Task& task : tasks) REQUIRE(task.out[std::size_t{group} * task.tokens] == kUntouched);
 }
 
+TEST_CASE("estimates of keys with a large constant part weigh what the keys do", "[backend][int4]") {
+  const auto [dtype, head_dim, group] =
+      GENERATE(grid(std::array{DType::f32, DType::bf16, DType::fp8_e4m3}, std::array{64u, 96u, 128u, 192u, 256u},
+                    std::array{1u, 3u, 7u}));
+  const std::uint32_t page_tokens = group == 1 ? 8 : group == 3 ? 16 : 32;
+  CAPTURE(to_string(dtype), head_dim, group);
+  const auto under_test = backend_under_test();
+  Problem problem(
+      {.dtype = dtype, .tokens = 600, .head_dim = head_dim, .group = group, .page_tokens = page_tokens, .seed = 9});
+  if (!under_test->supports(problem.shape(), problem.layout().near())) return;
+  // Rows of 8 bits hold no more of a key beside a part as large as that.
+  const double size = dtype == DType::fp8_e4m3 ? 4.0 : 100.0;
+  Random random(head_dim);
+  std::vector<double> parts(head_dim);
+  for (double& part : parts) part = random.below(2) == 0 ? size : -size;
+  for (std::uint32_t token = 0; token < 600; ++token) {
+    for (std::uint32_t c = 0; c < head_dim; ++c)  // And one channel whose values are larger than those of others.
+      problem.set_k(token, c, parts[c] + random.normal() * (c == 5 ? 8.0 : 1.0));
+  }
+  const Placed placed = place(*under_test, problem);
+  const Copies copies(*under_test, problem, placed);
+  const auto out = under_test->array(std::size_t{group} * 600, kUntouched);
+  const ScoreInt4Task task{.q = placed.q,
+                           .copies = copies.data.data(),
+                           .mean = copies.mean.data(),
+                           .frames = placed.device_frames,
+                           .tokens = 600,
+                           .out = out.data()};
+  under_test->backend().score_int4({&task, 1}, problem.shape(), problem.layout(), under_test->stream());
+  under_test->finish();
+  const auto lse = [](const std::vector<double>& logits) {
+    const double top = *std::ranges::max_element(logits);
+    double sum = 0.0;
+    for (const double logit : logits) sum += std::exp(logit - top);
+    return top + std::log(sum);
+  };
+  for (std::uint32_t head = 0; head < group; ++head) {
+    std::vector<double> logits;
+    for (std::uint32_t token = 0; token < 600; ++token) logits.push_back(reference::score(problem, head, token));
+    const double want = lse(logits);
+    const double got = lse({out.begin() + head * 600, out.begin() + (head + 1) * 600});
+    CAPTURE(head, want, got);
+    REQUIRE(std::abs(got - want) < 0.1);
+  }
+}
+
 TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]") {
   const auto [dtype, head_dim, group] =
       GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3},
@@ -188,8 +234,9 @@ TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]
 
 TEST_CASE("a key with NaN estimates as NaN and spoils no other", "[backend][int4]") {
   const auto under_test = backend_under_test();
+  const std::uint32_t spoiled = GENERATE(3u, 17u);  // In the page whose mean is taken, and behind it.
   Problem problem({.tokens = 40, .group = 5});
-  problem.set_k(17, 3, std::nan(""));
+  problem.set_k(spoiled, 3, std::nan(""));
   const Placed placed = place(*under_test, problem);
   const Copies copies(*under_test, problem, placed);
   const auto out = under_test->array(5 * 40, kUntouched);
@@ -203,7 +250,7 @@ TEST_CASE("a key with NaN estimates as NaN and spoils no other", "[backend][int4
   under_test->finish();
   for (std::uint32_t i = 0; i < 200; ++i) {
     CAPTURE(i);
-    REQUIRE(std::isnan(out[i]) == (i % 40 == 17));
+    REQUIRE(std::isnan(out[i]) == (i % 40 == spoiled));
   }
 }
 

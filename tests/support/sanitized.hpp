@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <set>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "tests/support/catch.hpp"
@@ -82,10 +83,11 @@ template <class... T, std::size_t... kSizes>
 [[nodiscard]] Catch::Generators::GeneratorWrapper<std::tuple<T...>> grid(const std::array<T, kSizes>&... axes) {
   const std::vector<std::size_t> sizes{kSizes...};
   std::vector<std::tuple<T...>> combinations;
-  for (const auto& places : kSanitized || runs_again() ? detail::each_value(sizes) : detail::each_pair(sizes)) {
-    std::size_t axis = 0;
-    combinations.push_back(std::tuple<T...>{axes[places[axis++]]...});  // Braces evaluate from left to right.
-  }
+  const auto add = [&]<std::size_t... kAxes>(const auto& places, std::index_sequence<kAxes...>) {
+    combinations.push_back(std::tuple<T...>{axes[places[kAxes]]...});
+  };
+  for (const auto& places : kSanitized || runs_again() ? detail::each_value(sizes) : detail::each_pair(sizes))
+    add(places, std::index_sequence_for<T...>{});
   return Catch::Generators::from_range(combinations);
 }
 

@@ -82,6 +82,13 @@ std::vector<float> Story::mean_key(std::uint32_t layer, std::uint32_t kv, std::u
   return mean;
 }
 
+void Story::lift_keys(float size, std::uint64_t seed) {
+  Random random(seed);
+  std::vector<float> lift(std::size_t{shape_.kv_heads} * shape_.head_dim);
+  for (float& x : lift) x = random.below(2) == 0 ? size : -size;
+  for (std::size_t i = 0; i < k_.size(); ++i) k_[i] += lift[i % lift.size()];
+}
+
 void Story::poison(std::uint32_t layer, std::uint32_t token) {
   const std::size_t row = std::size_t{shape_.kv_heads} * shape_.head_dim;
   std::fill_n(k_.data() + (std::size_t{layer} * tokens_ + token) * row, row, NAN);

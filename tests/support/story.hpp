@@ -39,6 +39,10 @@ class Story {
   /// All keys are larger by this along one channel from now on: a query gives all of them something alike.
   void lean_along(std::uint32_t channel, float size);
 
+  /// All keys have something of this size in every channel from now on, larger or smaller than they were, which gives
+  /// all of a head's scores the same.
+  void lift_keys(float size, std::uint64_t seed);
+
   /// Every token has the key of the token `period` before it from now on: scores tie.
   void repeat_keys(std::uint32_t period);
 

@@ -15,8 +15,9 @@ from sluice.evaluation.failures import Failures
 from sluice.evaluation.inputs import BYTES, Bytes, Task, Tokenizer, Vocabulary, Window, read_tasks, read_windows
 from sluice.evaluation.policies import split_policies, with_floor
 from sluice.evaluation.sources import CODE, PROSE, text_of
-from sluice.serving.arguments import add_model, check_adapter, check_folder, check_options, device_of, number, options_of
 from sluice.options import DENSE_AUTO
+from sluice.serving.arguments import (add_model, check_adapter, check_folder, check_options, device_of, number,
+                                      options_of)
 from sluice.serving.ranks import Launch
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from sluice.serving.arguments import CannotLoad, NotInstalled
 
 
 def with_adapter(model: transformers.PreTrainedModel, folder: str) -> transformers.PreTrainedModel:
-    """The model with an adapter in its weights: it takes no longer than without. In quantized weights, which would be
-    rounded once more, it stays beside them.
+    """The model with an adapter in its weights: it takes no longer than without. Quantized weights would be rounded
+    once more; there it stays beside them.
     @throws CannotLoad if it is of another model, or of a kind that is no part of weights; NotInstalled without peft"""
     if importlib.util.find_spec("peft") is None:
-        raise NotInstalled("--adapter: the package peft is not installed: pip install './python[adapters]', in Sluice's "
-                           "sources, has it")
+        raise NotInstalled("--adapter: the package peft is not installed: pip install './python[adapters]', in "
+                           "Sluice's sources, has it")
     import peft
 
     try:
@@ -25,7 +25,8 @@ def with_adapter(model: transformers.PreTrainedModel, folder: str) -> transforme
         if config.is_prompt_learning:
             raise ValueError(f"{config.peft_type} changes prompts, not weights")
         with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)  # Of weights that the adapter lacks or the model has no place for.
+            # Of weights that the adapter lacks, or that the model has no place for.
+            warnings.simplefilter("error", UserWarning)
             adapted = peft.PeftModel.from_pretrained(model, folder)
         if getattr(model.config, "quantization_config", None) is not None:
             return adapted.get_base_model()

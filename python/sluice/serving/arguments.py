@@ -177,7 +177,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     check_folder(arguments.model)
     check_tokenizer(arguments.model)
     check_adapter(arguments.adapter)
-    return Settings(model=arguments.model, adapter=arguments.adapter, policy=arguments.policy, host_bytes=arguments.host_bytes,
+    return Settings(model=arguments.model, adapter=arguments.adapter, policy=arguments.policy,
+                    host_bytes=arguments.host_bytes,
                     context=arguments.context, sequences=arguments.sequences, prefill_rows=arguments.prefill_rows,
                     slowdown=arguments.slowdown, device=device, dtype=arguments.dtype,
                     trust_remote_code=arguments.trust_remote_code,

@@ -79,5 +79,5 @@ def _calls(given: Any, at: int) -> list[dict[str, Any]]:
                    for call in told)
         return told
     except (AssertionError, KeyError, TypeError, ValueError):
-        raise Refused(400, f"messages[{at}].tool_calls must have functions with a name, and arguments that are an object "
-                           "in JSON", param="messages") from None
+        raise Refused(400, f"messages[{at}].tool_calls must have functions with a name, and arguments that are an "
+                           "object in JSON", param="messages") from None

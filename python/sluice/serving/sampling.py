@@ -172,7 +172,7 @@ def _uniform(row: Past) -> float:
 
 
 def likelihoods(logits: torch.Tensor, tokens: Sequence[int], most: int) -> list[Chosen]:
-    """Of tokens that came anyway: with which probabilities, and `most` of the likeliest. logits [tokens, vocabulary]."""
+    """Of tokens that came anyway: their probabilities, and `most` of the likeliest. logits [tokens, vocabulary]."""
     logs = logits.log_softmax(-1)
     own = logs.gather(-1, _ids(tokens, logits.device)[:, None])[:, 0].tolist()
     values, ids = logs.topk(min(most, logits.shape[-1]), dim=-1)

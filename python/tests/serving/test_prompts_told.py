@@ -37,8 +37,8 @@ def test_prompts_are_told_as_the_library_has_them(make_loop: Callable[..., Loop]
 
 def test_prompts_that_are_only_read(make_loop: Callable[..., Loop]) -> None:
     loop = make_loop()
-    told = run(loop, [greedy(1, prompt_ids(70), 0, prompt_logprobs=0, logprobs=0), greedy(2, prompt_ids(70), 2, after=1),
-                      greedy(3, prompt_ids(20, 2), 0)])
+    told = run(loop, [greedy(1, prompt_ids(70), 0, prompt_logprobs=0, logprobs=0),
+                      greedy(2, prompt_ids(70), 2, after=1), greedy(3, prompt_ids(20, 2), 0)])
     assert [len(told.events[number]) for number in (1, 3)] == [1, 1]
     (event,) = told.events[1]
     assert (event.finish, event.text, event.tokens, event.count) == ("length", "", (), 0) and len(event.prompt) == 70

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import socket
@@ -105,6 +106,31 @@ def test_probabilities(shared: Server) -> None:
     for each in chat:
         assert len(each.top_logprobs) == 3 and each.top_logprobs[0].token == each.token
         assert each.logprob == pytest.approx(each.top_logprobs[0].logprob) and each.logprob <= 0
+
+
+def test_prompts_that_are_told_and_numbers_of_tokens(shared: Server) -> None:
+    client, prompt = shared.client(), tokenizer().encode("the cat sat on")
+    told = client.completions.create(model="tiny", prompt=prompt, max_tokens=1, temperature=0, echo=True, logprobs=1,
+                                     extra_body={"return_token_ids": True}).choices[0]
+    assert told.text.startswith("the cat sat on") and len(told.logprobs.tokens) == len(prompt) + 1
+    assert told.logprobs.token_logprobs[0] is None and max(told.logprobs.token_logprobs[1:]) < 0
+    assert told.prompt_token_ids == prompt and len(told.token_ids) == 1
+    ids = httpx.post(f"{shared.url}/tokenize", json={"prompt": "the cat sat on"}, timeout=DEADLINE_S).json()["tokens"]
+    assert ids == prompt
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="the package llguidance is not installed")
+def test_answers_that_follow_a_schema(shared: Server) -> None:
+    mats = {"type": "integer", "minimum": 0, "maximum": 99}
+    schema = {"type": "object", "properties": {"cat": {"enum": ["sat", "ran"]}, "mats": mats},
+              "required": ["cat", "mats"], "additionalProperties": False}
+    wants = {"model": "tiny", "messages": [{"role": "user", "content": "the cat"}], "max_tokens": 100, "seed": 1,
+             "response_format": {"type": "json_schema", "json_schema": {"name": "cats", "schema": schema}}}
+    client = shared.client()
+    whole = client.chat.completions.create(**wants).choices[0]
+    pieces = [piece.choices[0] for piece in client.chat.completions.create(stream=True, **wants)]
+    assert "".join(piece.delta.content or "" for piece in pieces) == whole.message.content
+    assert json.loads(whole.message.content).keys() == {"cat", "mats"} and whole.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("stream", [False, True])

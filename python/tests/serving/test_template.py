@@ -12,7 +12,8 @@ from sluice.serving.load import end_ids
 from sluice.serving.template import rendered, turn_ends
 from small import END, bare_model, tokenizer
 
-TURNS = "{% for m in messages %}{% if m.role in roles %}<|{{ m.role }}|>{{ m.content | trim }}<|end|>{% endif %}{% endfor %}"
+TURNS = ("{% for m in messages %}{% if m.role in roles %}<|{{ m.role }}|>{{ m.content | trim }}<|end|>{% endif %}"
+         "{% endfor %}")
 
 
 def with_template(template: str) -> transformers.PreTrainedTokenizerFast:

@@ -1,5 +1,5 @@
-"""Forwards of any length and of any number of rows: more than prefill_rows go through the model in pieces, and an engine
-that was not told how many rows there will be has room for those that come."""
+"""Forwards of any length and of any number of rows: more than prefill_rows go through the model in pieces, and an
+engine that was not told how many rows there will be has room for those that come."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_piece_that_fails_takes_all_of_its_forward_back(served: Served) -> Non
 def test_what_cannot_be_read_in_pieces() -> None:
     model = llama()
     with enabled(model, prefill_rows=ROWS) as here:
-        with torch.no_grad(), pytest.raises(sluice.Unsupported, match="40 tokens of prompts at once.*strange.*more prefill_rows"):
+        with torch.no_grad(), pytest.raises(sluice.Unsupported, match="40 tokens of prompts.*strange.*more prefill_rows"):
             model(prompt(1, 40), past_key_values=here.cache(), strange=torch.zeros(1, 40))
         with torch.no_grad(), pytest.raises(sluice.Unsupported, match=f"batch of {ROWS + 1} rows.*prefill_rows"):
             model(prompt(ROWS + 1, 2), past_key_values=here.cache())
