@@ -1,4 +1,4 @@
-// Calls of the C interface: three engines, each of them twice, on threads of their own that make the same calls at the
+// Calls of the C interface: three engines, each twice, on threads of their own that make the same calls at the
 // same time, while another thread asks for statistics. Both of a kind see the same, bit by bit, and what they see is held
 // against float64.
 

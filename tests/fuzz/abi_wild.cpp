@@ -33,7 +33,8 @@ void World::wild_forward(Bytes& bytes) {
   if (!call(sluice_engine_plan(engine_.get(), &item, 1, &bucket, nullptr, &number))) return;
   auto t = std::make_unique<Tensors>();
   Tensor q(t->q.data(), 1, kQHeads, kHeadDim), k(t->k.data(), 1, kKvHeads, kHeadDim),
-      v(t->v.data(), 1, kKvHeads, kHeadDim), out(t->out.data(), 1, kQHeads, kHeadDim), lse(t->lse.data(), 1, kQHeads, 0);
+      v(t->v.data(), 1, kKvHeads, kHeadDim), out(t->out.data(), 1, kQHeads, kHeadDim),
+      lse(t->lse.data(), 1, kQHeads, 0);
   const auto attend = [&] {
     return sluice_engine_attend(engine_.get(), &bucket, 0, &q.tensor, &k.tensor, &v.tensor, &out.tensor, &lse.tensor,
                                 nullptr);
