@@ -49,8 +49,8 @@ sluice_status sluice_engine_plan(sluice_engine* engine, const sluice_plan_item* 
   return capi::guarded([&] {
     Engine& of = capi::engine_of(engine);
     capi::require_pointer(forward, "forward");
-    *forward =
-        of.plan(capi::items_of(items, item_count, of), capi::bucket_of(bucket), capi::stream_of(*engine, stream)).forward;
+    const std::vector<PlanItem> wanted = capi::items_of(items, item_count, of);
+    *forward = of.plan(wanted, capi::bucket_of(bucket), capi::stream_of(*engine, stream)).forward;
   });
 }
 

@@ -118,7 +118,8 @@ AttentionShape shape_of(const sluice_engine_options& options) noexcept {
 /// An array is not read before its count is one that can be: behind its end lies memory of others.
 void require_count(const char* field, std::uint32_t count, std::uint64_t most, const char* what) {
   if (count > most)
-    refuse(field, count, ("at most " + std::to_string(most) + what + ": begin with sluice_engine_options_init").c_str());
+    refuse(field, count,
+           ("at most " + std::to_string(most) + what + ": begin with sluice_engine_options_init").c_str());
 }
 
 std::vector<std::uint32_t> cores_of(const sluice_engine_options& options) {

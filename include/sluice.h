@@ -13,6 +13,8 @@
 ///            fewer fields than the caller takes the others if they are 0, and sets them to 0 where it writes; one that
 ///            knows more takes their defaults. The elements of an array all have the struct_size of the first one,
 ///            which is the distance between them. Fields and functions are only ever added.
+/// Counts     Of arrays are compared with what they may be, such as layers or sequences, before an element is read; and
+///            tensors whose sizes and strides reach further than memory does are refused.
 /// Pointers   Must not be null unless it says so. What they point to is read or written before the call returns, but
 ///            for the data of tensors. Texts are UTF-8 and end with 0.
 /// Streams    A cudaStream_t where the engine's device is a GPU. With the host device null, and everything has happened
@@ -184,7 +186,7 @@ typedef struct sluice_engine_options {
   uint32_t pin_threads;  ///< a switch (1)
   uint32_t answer_timeout_ms;  ///< a layer waits no longer for the far part, [1, 60000] (1000)
   uint32_t timeout_ms;         ///< every wait of a call, [1, 3600000] (30000)
-  uint32_t core_count;         ///< of `cores`; 0 (default): those that this process may use, shared by its engines
+  uint32_t core_count;         ///< of `cores`, at most the machine's; 0 (default): those that this process may use
   const uint32_t* cores;  ///< [core_count] that threads run on, by the OS index of a PU of each; null if there are none
   uint64_t policy_bytes;  ///< most that policies that choose on the CPU may keep on the heap; 0 (default): no bound
 
@@ -312,8 +314,8 @@ SLUICE_API sluice_status sluice_engine_park_file(const sluice_engine* engine, sl
 /// A new sequence with all that was parked, in this engine or another one, which goes on as the other would have; a
 /// policy that has learnt from tokens that were decoded begins anew. area [area_bytes] is what was written, all of it
 /// and nothing else. SLUICE_CORRUPT if it is no parked sequence, or damaged; SLUICE_INVALID_ARGUMENT names what
-/// differs: the version of the format, the shape, kv_dtype or `model`, or of the policy what this library does not
-/// know; SLUICE_UNSUPPORTED and SLUICE_OUT_OF_CAPACITY as of sluice_engine_begin, or if the sequence is longer than one
+/// differs: the version of the format, the shape, kv_dtype, windows or `model`, or of the policy what this library does
+/// not know; SLUICE_UNSUPPORTED and SLUICE_OUT_OF_CAPACITY as of sluice_engine_begin, or if the sequence is longer than one
 /// may be, or host_bytes have no room; SLUICE_DEVICE and SLUICE_TIMEOUT if the device fails, the latter also if a
 /// thread that copies does not come back. Nothing has changed then, but that cached pages may have given way.
 SLUICE_API sluice_status sluice_engine_resume_memory(sluice_engine* engine, const void* area, uint64_t area_bytes,
@@ -631,7 +633,8 @@ SLUICE_API sluice_status sluice_engine_options_near_within(const sluice_engine_o
 SLUICE_API sluice_status sluice_engine_sequence_memory(const sluice_engine* engine, sluice_sequence sequence,
                                                        sluice_sequence_memory* memory);
 /// Tokens whose attendance audits report apart, such as those that hold the answer to a question: positions [count],
-/// which need not exist yet. Replaces those of an earlier call; `tokens` may be null if `count` is 0.
+/// which need not exist yet, at most as many as a sequence may have. Replaces those of an earlier call; `tokens` may be
+/// null if `count` is 0.
 SLUICE_API sluice_status sluice_engine_watch(sluice_engine* engine, sluice_sequence sequence, const uint32_t* tokens,
                                              size_t count);
 /// What the sequence's rows attended in forwards of buckets with SLUICE_BUCKET_AUDIT, against exact attention. Such a

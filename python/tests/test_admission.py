@@ -114,7 +114,7 @@ def test_policies_that_choose_on_the_cpu() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(sluice.InvalidArgument, match="AdmissionOptions::pages"):
+    with pytest.raises(sluice.InvalidArgument, match="AdmissionOptions.pages"):
         sluice.Admission(sluice.AdmissionOptions(pages=0))
     admission = sluice.Admission(OPTIONS)
     with pytest.raises(sluice.OutOfCapacity, match="33 tokens.*32"):

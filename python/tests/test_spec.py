@@ -52,7 +52,7 @@ def test_prompts_and_tokens_attend_as_a_model_says(make: Make, scale: float, sof
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"scale": -1.0}, "scale is -1"), ({"scale": float("nan")}, "scale is"), ({"softcap": float("inf")}, "softcap is"),
-    ({"windows": [4]}, "number of windows is 1"), ({"windows": [4] * (LAYERS + 1)}, "number of windows is 3"),
+    ({"windows": [4]}, "window_count is 1"), ({"windows": [4] * (LAYERS + 1)}, "window_count is 3"),
     ({"windows": [-1, 0]}, "windows is -1")])
 def test_what_no_model_says(make: Make, changes: dict[str, object], words: str) -> None:
     with pytest.raises(sluice.InvalidArgument, match=words):

@@ -68,8 +68,8 @@ void Engine::Impl::watch(SequenceId id, std::span<const std::uint32_t> tokens) {
   Sequence& sequence = at(id);
   // Before one is read: a count that cannot be has memory of others behind it.
   if (const std::uint32_t most = memory.largest().largest.max_tokens; tokens.size() > most)
-    throw Error(Errc::invalid_argument, "watch: there are " + text(tokens.size()) + " tokens, and a sequence may have " +
-                                            text(most) + "; name each once");
+    throw Error(Errc::invalid_argument, "watch: there are " + text(tokens.size()) +
+                                            " tokens, and a sequence may have " + text(most) + "; name each once");
   std::vector<std::uint32_t> watched(tokens.begin(), tokens.end());
   std::ranges::sort(watched);
   watched.erase(std::ranges::unique(watched).begin(), watched.end());

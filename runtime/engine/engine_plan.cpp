@@ -140,7 +140,7 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
                                          "most as many as a team of the bucket has, " +
                                          text(bucket.drafts) +
                                          "; plan fewer at a time, or use a bucket with more drafts");
-    if (scheduler::corrects_scores(sequence.spec) && !item.prefill && bucket.drafts > 1)
+    if (scheduler::samples_for_one(sequence.spec) && !item.prefill && bucket.drafts > 1)
       throw Error(Errc::unsupported, name +
                                          "'s policy attends a sample that stands for what one query would attend, "
                                          "which no bucket with drafts serves; plan one token at a time");

@@ -210,9 +210,12 @@ bool remembers(const PolicySpec& spec) noexcept {
          spec.estimate == Estimate::hadamard || spec.estimate == Estimate::skewed;
 }
 
+bool samples_for_one(const PolicySpec& spec) noexcept {
+  return spec.budget.kind == BudgetKind::sampled || spec.budget.kind == BudgetKind::verified;
+}
+
 bool corrects_scores(const PolicySpec& spec) noexcept {
-  return spec.budget.kind == BudgetKind::sampled || spec.budget.kind == BudgetKind::verified ||
-         spec.budget.kind == BudgetKind::drawn;
+  return samples_for_one(spec) || spec.budget.kind == BudgetKind::drawn;
 }
 
 bool may_be_dense(const PolicySpec& spec) noexcept { return chooser(spec) == Chooser::device && !by_clusters(spec); }

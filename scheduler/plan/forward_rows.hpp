@@ -40,6 +40,9 @@ enum class Chooser : std::uint8_t {
 /// its prompt ended.
 [[nodiscard]] bool remembers(const PolicySpec& spec) noexcept;
 
+/// Whether a choice is a sample of what one query attends, so that rows verified together cannot share it.
+[[nodiscard]] bool samples_for_one(const PolicySpec& spec) noexcept;
+
 /// Whether scores that come with a choice are not what its keys would give: those of a sample, which stands for more.
 [[nodiscard]] bool corrects_scores(const PolicySpec& spec) noexcept;
 

@@ -1,5 +1,6 @@
 // 4-bit copies by every instruction set: the same bits, the same estimates.
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -84,6 +85,23 @@ TEST_CASE("every variant makes the same 4-bit copies and estimates alike", "[cpu
       }
     }
   }
+}
+
+TEST_CASE("the rotation is the orthonormal Hadamard transform of blocks", "[cpu][int4]") {
+  const auto head_dim = GENERATE(16u, 64u, 80u, 96u, 192u, 256u);
+  CAPTURE(head_dim);
+  const std::uint32_t block = rotation_block(head_dim);
+  REQUIRE((head_dim % block == 0 && std::has_single_bit(block) && head_dim / block % 2 == 1));
+  for (std::uint32_t j = 0; j < head_dim; ++j) {
+    std::vector<double> unit(head_dim, 0.0);
+    unit[j] = 1.0;
+    const std::vector<double> column = rotated(unit);
+    for (std::uint32_t i = 0; i < head_dim; ++i) {
+      const double size = i / block == j / block ? 1.0 / std::sqrt(static_cast<double>(block)) : 0.0;
+      REQUIRE(std::abs(column[i] - (std::popcount(i % block & j % block) % 2 == 0 ? size : -size)) < 1e-15);
+    }
+  }
+  REQUIRE(std::abs(double{rotation_scale(block)} * std::sqrt(static_cast<double>(block)) - 1.0) < 1e-7);
 }
 
 TEST_CASE("the mean key is that of the rows of a page, without what is no finite number", "[cpu][int4]") {

@@ -1,6 +1,6 @@
-// Calls of the C interface: three engines, each of them twice, on threads of their own that make the same calls at the
-// same time, while another thread asks for statistics. Both of a kind see the same, bit by bit, and what they see is held
-// against float64.
+// Calls of the C interface: three engines, each twice, on threads of their own that make the same calls at the
+// same time, while another thread asks for statistics. Both of a kind see the same, bit by bit, and what they see is
+// held against float64.
 
 #include <array>
 #include <barrier>
@@ -67,13 +67,14 @@ void ask(const World& world) {
 /// Asks both engines of a pair for as long as it lives.
 class Asker {
  public:
-  explicit Asker(const Pair& pair) : thread_([&pair](const std::stop_token& stop) {
-      while (!stop.stop_requested()) {
-        ask(pair.one);
-        ask(pair.other.world());
-        std::this_thread::yield();
-      }
-    }) {}
+  explicit Asker(const Pair& pair)
+      : thread_([&pair](const std::stop_token& stop) {
+          while (!stop.stop_requested()) {
+            ask(pair.one);
+            ask(pair.other.world());
+            std::this_thread::yield();
+          }
+        }) {}
 
  private:
   std::jthread thread_;

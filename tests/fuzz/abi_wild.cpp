@@ -33,7 +33,8 @@ void World::wild_forward(Bytes& bytes) {
   if (!call(sluice_engine_plan(engine_.get(), &item, 1, &bucket, nullptr, &number))) return;
   auto t = std::make_unique<Tensors>();
   Tensor q(t->q.data(), 1, kQHeads, kHeadDim), k(t->k.data(), 1, kKvHeads, kHeadDim),
-      v(t->v.data(), 1, kKvHeads, kHeadDim), out(t->out.data(), 1, kQHeads, kHeadDim), lse(t->lse.data(), 1, kQHeads, 0);
+      v(t->v.data(), 1, kKvHeads, kHeadDim), out(t->out.data(), 1, kQHeads, kHeadDim),
+      lse(t->lse.data(), 1, kQHeads, 0);
   const auto attend = [&] {
     return sluice_engine_attend(engine_.get(), &bucket, 0, &q.tensor, &k.tensor, &v.tensor, &out.tensor, &lse.tensor,
                                 nullptr);
@@ -85,8 +86,8 @@ void World::wild_options(Bytes& bytes) {
   sluice_engine_options room = options;
   const std::string policy(bytes.text(bytes.below(24)));
   (void)call(sluice_engine_options_make_room_for(&room, policy.c_str(), static_cast<std::uint32_t>(bytes.odd())));
-  const std::uint64_t takes = memory.far_pages + memory.pinned + memory.near_pages + memory.codes + memory.digests +
-                              memory.buffers;
+  const std::uint64_t takes =
+      memory.far_pages + memory.pinned + memory.near_pages + memory.codes + memory.digests + memory.buffers;
   if (!sound || takes > 8u << 20 || options.threads > 4 || options.core_count != 0) return;
   sluice_engine* engine = nullptr;
   if (!call(sluice_engine_create(&options, &engine))) return;

@@ -14,7 +14,7 @@ namespace {
 /// Whether a policy's rows attend a subset of the tokens by their own weights, so that no log-sum is above that of all.
 struct Policy {
   const char* text;
-  bool all = false;     ///< it attends everything
+  bool all = false;  ///< it attends everything
   bool subset = true;
 };
 constexpr Policy kPolicies[] = {{"full:near=0", true},

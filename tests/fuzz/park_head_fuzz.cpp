@@ -1,6 +1,6 @@
 // Heads of parked sequences that are made of the input, with checksums that are right: most are sound, some have a
-// number that cannot be. What is refused changes nothing in the engine; what is resumed has what its head says, decodes,
-// can be parked again, and leaves nothing behind.
+// number that cannot be. What is refused changes nothing in the engine; what is resumed has what its head says,
+// decodes, can be parked again, and leaves nothing behind.
 
 #include <array>
 #include <iterator>
@@ -20,8 +20,8 @@ namespace {
 
 constexpr std::string_view kModel = "model";
 constexpr const char* kPolicies[] = {
-    "full:near=0", "lfps", "sluice",   "streaming", "topk", "exact | int4 | top_p=0.9 | near=0", "none | near=0",
-    "quest",       "psa",  "magicpig", "snapkv",    "no policy"};
+    "full:near=0",   "lfps",  "sluice", "streaming", "topk",   "exact | int4 | top_p=0.9 | near=0",
+    "none | near=0", "quest", "psa",    "magicpig",  "snapkv", "no policy"};
 constexpr std::size_t kBodyBytes = 64 * 1024;  ///< longer ones are of heads that say what cannot be
 
 /// Numbers from the input's bytes, 0 behind its end.

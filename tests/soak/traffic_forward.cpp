@@ -71,7 +71,7 @@ std::uint32_t Traffic::rows_for(Sequence& sequence, const Bucket& left, std::uin
     return std::min(most, random_.below(3) == 0 ? kMostDrafts : 1);
   // A policy of the CPU looks at a prompt that must have come in by then, and chooses once.
   if (sequence.in_flight != 0 && any_doomed()) return 0;
-  if (scheduler::corrects_scores(sequence.spec) && left.drafts > 1) return 0;
+  if (scheduler::samples_for_one(sequence.spec) && left.drafts > 1) return 0;
   return std::min(most, left.drafts);
 }
 

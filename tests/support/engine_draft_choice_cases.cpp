@@ -54,7 +54,7 @@ TEST_CASE("the first row of a team gets what its policy gives it alone, whatever
                          std::array{false, true}));
   CAPTURE(policy, near, static_cast<int>(placement), windows);
   const EngineRig rig = engine_rig();
-  const Story story(kShape, kPrompt + 70, 640, drafts::kPageTokens), other(kShape, kPrompt + 70 + kDrafts, 641, drafts::kPageTokens);
+  const Story story(kShape, kPrompt + 70, 640), other(kShape, kPrompt + 70 + kDrafts, 641);
   EngineOptions options = options_of(rig, near, placement);
   if (windows) options.windows = {0, 0, 40};
   Engine engine(options, rig.device);
@@ -64,7 +64,7 @@ TEST_CASE("the first row of a team gets what its policy gives it alone, whatever
   while (alone.at < story.tokens()) {
     CAPTURE(alone.at);
     const auto want = drafts::run(engine, rig, bucket_of(1), {{&alone, 1}})[0][0];
-    Story mixed(kShape, other.tokens(), 643, drafts::kPageTokens);
+    Story mixed(kShape, other.tokens(), 643);
     mixed.begin_as(other, other.tokens());
     mixed.begin_as(story, alone.at);
     teller.story = &mixed;
@@ -82,7 +82,7 @@ TEST_CASE("teams that are taken back one after another leave their policy as it 
   const auto [policy, forks] = GENERATE_COPY(grid(kPolicies, std::array{false, true}));
   CAPTURE(policy, forks);
   const EngineRig rig = engine_rig();
-  const Story story(kShape, kPrompt + 100, 670, drafts::kPageTokens), other(kShape, kPrompt + 150, 671, drafts::kPageTokens);
+  const Story story(kShape, kPrompt + 100, 670), other(kShape, kPrompt + 150, 671);
   Engine engine(options_of(rig, 0, PlacementMode::hybrid), rig.device);
   Teller calm = begin(engine, rig, story, policy);
   Teller teller = begin(engine, rig, story, policy);
@@ -124,7 +124,7 @@ TEST_CASE("what was chosen in vain behind a team is forgotten with the team's dr
   const char* const policy = GENERATE_COPY(from_range(kPolicies));
   CAPTURE(policy);
   const EngineRig rig = engine_rig();
-  const Story story(kShape, kPrompt + 70, 680, drafts::kPageTokens), other(kShape, kPrompt + 80, 681, drafts::kPageTokens);
+  const Story story(kShape, kPrompt + 70, 680), other(kShape, kPrompt + 80, 681);
   Engine engine(options_of(rig, 0, PlacementMode::hybrid), rig.device);
   Teller calm = begin(engine, rig, story, policy);
   Teller teller = begin(engine, rig, story, policy);
@@ -144,7 +144,7 @@ TEST_CASE("what was chosen in vain behind a team is forgotten with the team's dr
     CAPTURE(first, right);
     const auto want = drafts::run(engine, rig, bucket, {{&calm, kDrafts}})[0][0];
     engine.truncate(calm.id, calm.at = first + right);
-    Story mixed(kShape, other.tokens(), 683, drafts::kPageTokens);
+    Story mixed(kShape, other.tokens(), 683);
     mixed.begin_as(other, other.tokens());
     mixed.begin_as(story, first + right);
     const Batch stays = enqueue(team, mixed, first, kDrafts);
@@ -169,7 +169,7 @@ TEST_CASE("drafts attend everything before them where the policy of their team c
       GENERATE_COPY(grid(kPolicies, std::array{0u, 9u, 40u}, std::array{PlacementMode::hybrid, PlacementMode::stream}));
   CAPTURE(policy, near, static_cast<int>(placement));
   const EngineRig rig = engine_rig();
-  const Story story(kShape, kPrompt + 60, 650, drafts::kPageTokens), other(kShape, kPrompt + 60 + kDrafts, 651, drafts::kPageTokens);
+  const Story story(kShape, kPrompt + 60, 650), other(kShape, kPrompt + 60 + kDrafts, 651);
   Engine engine(options_of(rig, near, placement), rig.device);
   Teller teller = begin(engine, rig, story, policy);
   Teller mate = begin(engine, rig, story, "exact | int4 | top_k=6 | near=0,sinks=2,recent=3");
@@ -178,7 +178,7 @@ TEST_CASE("drafts attend everything before them where the policy of their team c
     const std::uint32_t first = teller.at;
     const std::uint32_t count = 1 + random.below(kDrafts);
     const std::uint32_t right = 1 + random.below(count);
-    Story mixed(kShape, other.tokens(), 653, drafts::kPageTokens);
+    Story mixed(kShape, other.tokens(), 653);
     mixed.begin_as(other, other.tokens());
     mixed.begin_as(story, first + right);
     teller.story = mate.story = &mixed;
@@ -203,7 +203,7 @@ TEST_CASE("drafts that ask what their team's first row asks attend no less than 
   const auto [policy, near] = GENERATE_COPY(grid(kPolicies, std::array{0u, 9u}));
   CAPTURE(policy, near);
   const EngineRig rig = engine_rig();
-  Story story(kShape, kPrompt + 4 * kDrafts, 660, drafts::kPageTokens);
+  Story story(kShape, kPrompt + 4 * kDrafts, 660);
   story.repeat_query();
   EngineOptions options = options_of(rig, near, PlacementMode::hybrid);
   options.largest.audit = true;

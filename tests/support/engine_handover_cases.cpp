@@ -37,7 +37,7 @@ class OtherFacts final : public ForwardingDevice {
 
 struct Stories {
   Story first{kShape, 120, 5};
-  Story second{kShape, 110, 6};
+  Story second{kShape, 110, 7};
 };
 
 /// Outputs of ten forwards of two sequences, in order.

@@ -12,6 +12,7 @@ namespace sluice::test::mixes {
 
 inline constexpr AttentionShape kShape{.layers = 2, .q_heads = 4, .kv_heads = 2, .head_dim = 64};
 inline constexpr std::uint32_t kTokens = 70;  // of a story
+inline constexpr std::uint32_t kPageTokens = 8;
 inline constexpr std::uint32_t kStories = 3;
 inline constexpr std::size_t kRow = std::size_t{kShape.q_heads} * kShape.head_dim;
 inline constexpr const char* kPolicies[] = {"exact | int4 | top_k=6 | near=0,sinks=2,recent=3",
@@ -28,7 +29,7 @@ inline const std::vector<std::uint32_t> kWindows[] = {{}, {0, 11}, {21, 9}};
 inline constexpr std::uint32_t kSlack = 3;
 
 inline EngineOptions mix_options(const EngineRig& rig, std::uint32_t near_blocks, std::uint32_t windows = 0) {
-  EngineOptions options{.shape = kShape, .page_tokens = 8, .kv_dtype = rig.kv_dtype, .largest = kLargest};
+  EngineOptions options{.shape = kShape, .page_tokens = kPageTokens, .kv_dtype = rig.kv_dtype, .largest = kLargest};
   options.host_bytes = 40 * block_bytes(options);
   options.near_bytes = near_blocks * near_block_bytes(options);
   options.windows = kWindows[windows];
@@ -44,7 +45,7 @@ inline EngineOptions mix_options(const EngineRig& rig, std::uint32_t near_blocks
 inline std::vector<Story> stories(std::uint32_t windows = 0) {
   std::vector<Story> all;
   for (std::uint64_t i = 0; i < kStories; ++i) {
-    all.emplace_back(kShape, kTokens, 300 + i);
+    all.emplace_back(kShape, kTokens, 300 + i, kPageTokens);
     all.back().see(kWindows[windows]);
   }
   return all;

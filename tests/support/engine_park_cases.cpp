@@ -141,13 +141,16 @@ TEST_CASE("sequences of every element type go on in an engine with other memory 
   options.near_bytes = near * near_block_bytes(options);
   options.prompt_queries = 40;
   options.prefill_window = 64;
-  Engine second(options, rig.device);
+  Engine second(options, rig.device), third(options, rig.device);
   for (const char* const text : {kExact, "lfps", kFull}) {
     CAPTURE(text);
-    Teller stays = told(first, rig, story, parse_policy(text), 150);
-    Teller back = resumed(second, parked(first, stays.id), stays);
+    const Teller left = told(first, rig, story, parse_policy(text), 150);
+    Teller back = resumed(second, parked(first, left.id), left);
+    // 4-bit copies are of keys less the mean of the first page: what they choose depends on the size of pages.
+    Engine& other = text == kExact ? third : first;
+    Teller stays = text == kExact ? told(third, rig, story, parse_policy(text), 150) : left;
     for (int step = 0; step < 10; ++step)
-      REQUIRE(difference(decode(second, rig, back), decode(first, rig, stays)) < 2e-3);
+      REQUIRE(difference(decode(second, rig, back), decode(other, rig, stays)) < 2e-3);
   }
 }
 

@@ -1,7 +1,6 @@
 #include "tests/support/prune_reference.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -47,12 +46,15 @@ DecodedRow decode_row(const std::byte* copy, const Int4Layout& layout, std::uint
 
 std::vector<double> rotated(std::span<const double> x) {
   const std::size_t block = x.size() & (~x.size() + 1);
-  std::vector<double> out(x.size(), 0.0);
-  for (std::size_t i = 0; i < x.size(); ++i) {
-    for (std::size_t j = i / block * block; j < (i / block + 1) * block; ++j)
-      out[i] += std::popcount(i % block & j % block) % 2 == 0 ? x[j] : -x[j];
-    out[i] /= std::sqrt(static_cast<double>(block));
+  std::vector<double> out(x.begin(), x.end());
+  for (std::size_t apart = 1; apart < block; apart *= 2) {
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      if ((i & apart) != 0) continue;
+      const double a = out[i], b = out[i + apart];
+      out[i] = a + b, out[i + apart] = a - b;
+    }
   }
+  for (double& each : out) each /= std::sqrt(static_cast<double>(block));
   return out;
 }
 

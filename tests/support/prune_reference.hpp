@@ -20,7 +20,7 @@ struct DecodedRow {
 };
 [[nodiscard]] DecodedRow decode_row(const std::byte* copy, const Int4Layout& layout, std::uint32_t row);
 
-/// H x, see Int4Layout: of every block of channels, the sum over j of (-1)^(bits that i and j share) x_j, orthonormal.
+/// H x, see Int4Layout.
 [[nodiscard]] std::vector<double> rotated(std::span<const double> x);
 
 /// Which values of a row may be kept: [begin, end). The others are attended anyway.

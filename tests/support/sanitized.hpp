@@ -75,8 +75,8 @@ namespace detail {
 }  // namespace detail
 
 /// A generator of combinations of the axes' values, as tuples: each two values of any two axes come together. Under a
-/// sanitizer, and where cases run once more, each value comes once. What needs every combination has a GENERATE for each
-/// axis.
+/// sanitizer, and where cases run once more, each value comes once. What needs every combination has a GENERATE for
+/// each axis.
 ///
 ///   const auto [near, rows] = GENERATE(grid(std::array{0u, 3u, 100u}, std::array{1u, 8u}));
 template <class... T, std::size_t... kSizes>

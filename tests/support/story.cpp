@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <span>
 
 #include "tests/support/prune_reference.hpp"
 #include "tests/support/random.hpp"
@@ -158,6 +159,19 @@ void Story::round_rows(DType type) {
   }
 }
 
+const std::vector<double>& Story::copy_of(std::uint32_t layer, std::uint32_t token, std::uint32_t kv,
+                                          const std::vector<float>& mean) const {
+  copies_.resize(std::size_t{shape_.layers} * tokens_ * shape_.kv_heads);
+  Copy& copy = copies_[(std::size_t{layer} * tokens_ + token) * shape_.kv_heads + kv];
+  const std::span key(k(layer, token) + std::size_t{kv} * shape_.head_dim, shape_.head_dim);
+  const auto same = [](std::span<const float> a, std::span<const float> b) {
+    return std::ranges::equal(std::as_bytes(a), std::as_bytes(b));
+  };
+  if (!same(copy.key, key) || !same(copy.mean, mean))
+    copy = {{key.begin(), key.end()}, mean, decoded(key.data(), mean.data(), shape_.head_dim)};
+  return copy.decoded;
+}
+
 Story::Ranked Story::ranked(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t begin,
                             std::uint32_t end) const {
   const std::uint32_t d = shape_.head_dim;
@@ -165,7 +179,7 @@ Story::Ranked Story::ranked(std::uint32_t layer, std::uint32_t token, std::uint3
   const std::vector<float> mean = mean_key(layer, kv, token + 1);
   Ranked ranked;
   for (std::uint32_t j = begin; j < end; ++j) {
-    const std::vector<double> key = decoded(k(layer, j) + kv * d, mean.data(), d);
+    const std::vector<double>& key = copy_of(layer, j, kv, mean);
     double dot = 0.0;
     for (std::uint32_t c = 0; c < d; ++c) dot += key[c] * q(layer, token)[head * d + c];
     ranked.emplace_back(reference::score(shape_, dot), j);

@@ -102,6 +102,13 @@ class Story {
   [[nodiscard]] std::vector<double> attended_together(std::uint32_t layer, const Together& team) const;
 
  private:
+  /// A key as its 4-bit copy has it, kept with what it was made of.
+  struct Copy {
+    std::vector<float> key, mean;
+    std::vector<double> decoded;
+  };
+  [[nodiscard]] const std::vector<double>& copy_of(std::uint32_t layer, std::uint32_t token, std::uint32_t kv,
+                                                   const std::vector<float>& mean) const;
   /// The score of a page's digest, in float64.
   [[nodiscard]] double page_score(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t page,
                                   const InPages& policy) const;
@@ -123,6 +130,7 @@ class Story {
   std::uint32_t page_tokens_;
   std::vector<std::uint32_t> windows_;  ///< [layers] or empty
   std::vector<float> q_, k_, v_;  ///< [layers, tokens, heads, head_dim]
+  mutable std::vector<Copy> copies_;  ///< [layers, tokens, kv_heads], made when they are asked for: not by two threads
 };
 
 }  // namespace sluice::test

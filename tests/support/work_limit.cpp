@@ -17,7 +17,8 @@ constexpr rlim_t kSeconds = 600;
 #endif
 
 extern "C" void on_work_limit(int signal) {
-  constexpr std::string_view kText = "this test has used as much processor time as one may (tests/support/work_limit.cpp)\n";
+  constexpr std::string_view kText =
+      "this test has used as much processor time as one may (tests/support/work_limit.cpp)\n";
   [[maybe_unused]] const auto ignored = ::write(STDERR_FILENO, kText.data(), kText.size());
   (void)std::signal(signal, SIG_DFL);
   (void)std::raise(signal);

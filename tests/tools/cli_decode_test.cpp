@@ -45,13 +45,13 @@ TEST_CASE("bench decode: every method attends the same synthetic rows, of which 
   CHECK(rows.at("dense").at("coverage_mean").is_null());
   CHECK(number(rows.at("hybrid/full"), "coverage_mean") > 0.999);
   const json &near = rows.at("near/sluice"), &hybrid = rows.at("hybrid/sluice");
-  CHECK(number(near, "attended_share") < 0.05);
+  CHECK(number(near, "attended_share") < 0.1);
   CHECK(number(near, "coverage_mean") > 0.9);
   CHECK(number(near, "near_hit_share") == 1.0);
   // Where rows lie changes no choice. What is wanted is wanted again.
   CHECK(number(hybrid, "coverage_mean") == Approx(number(near, "coverage_mean")).epsilon(1e-4));
   CHECK(number(hybrid, "attended_share") == number(near, "attended_share"));
-  CHECK(number(hybrid, "near_hit_share") > 0.75);
+  CHECK(number(hybrid, "near_hit_share") > 0.4);
 
   const auto uniform =
       rows_of("--structure uniform --length 8K --steps 8 --warm-up 32 --audit 2 --methods hybrid/sluice");

@@ -71,7 +71,7 @@ TEST_CASE("a wrong value of a device option is named, with the values that there
       {"bench gpu --device host --pattern odd", "'odd'", "structured, uniform"},
       {"bench gpu --device host --sections odd", "'odd'", "attention, kernels, pipeline"},
       {"bench gpu --device host --sections pipeline --prefetch odd", "'odd'", "on,off"},
-      {"bench gpu --device host --sections pipeline --prefetch ,", "--prefetch", "on,off"},
+      {"bench gpu --device host --sections pipeline --prefetch ,", "--prefetch", "at least one item"},
       {"bench gpu --device host --shape odd", "'odd'", "llama-3.1-8b"},
       {"bench gpu --device host --placements far", "\"far\"", "hybrid, stream"},
       {kRun + "--placement auto", "\"auto\"", "hybrid, stream"},

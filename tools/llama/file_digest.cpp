@@ -32,9 +32,7 @@ struct Facts {
     struct stat info {};
     if (::stat(file.c_str(), &info) != 0)
       throw Error(Errc::io, "cannot look at " + file.string() + "; name a file that can be read");
-    const auto time = [](const timespec& at) {
-      return std::to_string(at.tv_sec) + "." + std::to_string(at.tv_nsec);
-    };
+    const auto time = [](const timespec& at) { return std::to_string(at.tv_sec) + "." + std::to_string(at.tv_nsec); };
     return {.name = std::to_string(info.st_dev) + "-" + std::to_string(info.st_ino),
             .state = std::to_string(info.st_size) + " " + time(info.st_mtim) + " " + time(info.st_ctim),
             .changed_s = std::max<std::int64_t>(info.st_mtim.tv_sec, info.st_ctim.tv_sec)};
@@ -49,8 +47,8 @@ std::string kept(const fs::path& entry, const std::string& state) {
   std::ifstream in(entry);
   std::string line, digest;
   if (!std::getline(in, line) || line != state || !std::getline(in, digest)) return {};
-  const bool whole = digest.size() == kDigestLetters &&
-                     digest.find_first_not_of("0123456789abcdef") == std::string::npos;
+  const bool whole =
+      digest.size() == kDigestLetters && digest.find_first_not_of("0123456789abcdef") == std::string::npos;
   return whole ? digest : std::string();
 }
 

@@ -12,7 +12,6 @@ from sluice.errors import InvalidArgument
 from sluice.evaluation.inputs import Vocabulary
 
 _SPARE = 16  # Tokens that a text may have more of than its parts: tokens change where parts meet.
-_CHARACTERS = 8  # Of a token, at most, on the average of a long text.
 _WORDS = 200
 
 
@@ -35,10 +34,12 @@ class Texts:
 
 
 class Maker:
-    """One prompt of about `length` tokens, no more. The same `seed` makes the same one of the same texts."""
+    """One prompt of about `length` tokens, no more. The same `seed` makes the same one of the same texts, of which it
+    gets the tokens."""
 
-    def __init__(self, vocabulary: Vocabulary, texts: Texts, words: Sequence[str], length: int, seed: str) -> None:
-        self.texts, self.length, self.random = texts, length, random.Random(seed)
+    def __init__(self, vocabulary: Vocabulary, prose: Sequence[int], code: Sequence[int], words: Sequence[str],
+                 length: int, seed: str) -> None:
+        self.prose, self.code, self.length, self.random = prose, code, length, random.Random(seed)
         self._vocabulary, self._words = vocabulary, words
 
     def key(self) -> str:
@@ -51,16 +52,15 @@ class Maker:
     def number(self) -> str:
         return str(self.random.randrange(10**6, 10**7))
 
-    def hidden(self, source: str, lines: Sequence[str], question: str) -> str:
+    def hidden(self, source: Sequence[int], lines: Sequence[str], question: str) -> str:
         """A part of the source with these lines in it, in this order, and the question behind it.
         @throws InvalidArgument if the source is too short"""
         room = self._room("\n".join(lines) + "\n" + question)
-        start = self.random.randrange(max(1, len(source) - room * _CHARACTERS))
-        ids = self._vocabulary.encode(source[start : start + room * _CHARACTERS])
-        if len(ids) < room:
-            raise InvalidArgument(f"a text of which tasks are made has {len(ids)} tokens, and {room} are needed; give "
-                                  "a longer one, or shorter lengths")
-        text = self._vocabulary.decode(ids[:room]).split("\n")
+        if len(source) < room:
+            raise InvalidArgument(f"a text of which tasks are made has {len(source)} tokens, and {room} are needed; "
+                                  "give a longer one, or shorter lengths")
+        start = self.random.randrange(len(source) - room + 1)
+        text = self._vocabulary.decode(source[start : start + room]).split("\n")
         if len(text) < len(lines):
             raise InvalidArgument("a text of which tasks are made has too few lines to hide some between; give another")
         for place, line in zip(sorted(self.random.sample(range(len(text)), len(lines)), reverse=True),
@@ -94,7 +94,7 @@ def niah(make: Maker) -> tuple[str, str]:
     """One sentence in prose."""
     key, value = make.key(), make.number()
     question = f"{_asked(f'is the special magic number for {key}')} number for {key} is"
-    return make.hidden(make.texts.prose, [_needle(key, value)], question), " " + value
+    return make.hidden(make.prose, [_needle(key, value)], question), " " + value
 
 
 def multikey(make: Maker) -> tuple[str, str]:
@@ -141,14 +141,14 @@ def multivalue(make: Maker) -> tuple[str, str]:
     key, values = make.key(), [make.number() for _ in range(4)]
     question = _asked(f"are all the special magic numbers for {key}").replace(
         " mentioned in the text above?", " mentioned in the text above, in order?") + f" numbers for {key} are"
-    return make.hidden(make.texts.prose, [_needle(key, value) for value in values], question), " " + ", ".join(values)
+    return make.hidden(make.prose, [_needle(key, value) for value in values], question), " " + ", ".join(values)
 
 
 def constant(make: Maker) -> tuple[str, str]:
     """A constant in code."""
     name, value = make.names(1)[0].upper(), make.number()
     question = f"\n\n# The value of the constant {name} defined above:\nassert {name} == "
-    return make.hidden(make.texts.code, [f"{name} = {value}"], question), value
+    return make.hidden(make.code, [f"{name} = {value}"], question), value
 
 
 def trace(make: Maker) -> tuple[str, str]:
@@ -156,7 +156,7 @@ def trace(make: Maker) -> tuple[str, str]:
     names, value = make.names(5), make.number()
     lines = [f"{name} = {source}" for name, source in zip(names, [value, *names])]
     question = f"\n\n# The value of {names[4]}, which was assigned from {names[3]} above:\nassert {names[4]} == "
-    return make.hidden(make.texts.code, lines, question), value
+    return make.hidden(make.code, lines, question), value
 
 
 def _needle(key: str, value: str) -> str:
@@ -171,9 +171,9 @@ def made_tasks(vocabulary: Vocabulary, texts: Texts, lengths: Sequence[int], cou
                seed: int) -> Iterator[dict[str, Any]]:
     """`count` prompts of each task and length, as lines of a file of tasks. Each is drawn by itself: those of another
     count or of other lengths are the same."""
-    words = texts.words()
+    words, prose, code = texts.words(), vocabulary.encode(texts.prose), vocabulary.encode(texts.code)
     for length in lengths:
         for index in range(count):
             for name, task in TASKS.items():
-                prompt, answer = task(Maker(vocabulary, texts, words, length, f"{seed} {name} {length} {index}"))
+                prompt, answer = task(Maker(vocabulary, prose, code, words, length, f"{seed} {name} {length} {index}"))
                 yield {"task": name, "length": length, "prompt": prompt, "answer": answer}

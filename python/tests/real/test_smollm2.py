@@ -19,7 +19,7 @@ from sluice.evaluation.sources import text_of
 from sluice.evaluation.texts import score_windows, summaries
 from sluice.transformers import enable
 
-POLICY = "exact | int4 | sample=128"  # The default, as it is without short sequences that are attended whole.
+POLICY = "sluice"
 MODEL = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sluice" / "models" / "smollm2"
 OPTIONS = {"threads": 1, "pin_threads": False, "answer_timeout_ms": 60_000, "near_bytes": 0}
 HOST_BYTES = 512 << 20
