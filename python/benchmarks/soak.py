@@ -245,6 +245,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     wants = parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # The server ends with it.
     clients, told = Clients(Server(wants)), Counter()
     began = time.monotonic()
     events = [(stop_engine, ()), (stop_server, (wants,)), (kill_engine, (wants,))]
