@@ -200,6 +200,26 @@ std::vector<double> Story::attended(std::uint32_t layer, std::uint32_t token, st
   return attended_as(layer, token, sinks, recent, choose, lse);
 }
 
+std::vector<std::vector<double>> Story::attended_by_ties(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
+                                                         std::uint32_t recent, std::uint32_t picks) const {
+  constexpr double kClose = 1e-5;
+  std::vector<std::vector<double>> others;
+  for (std::uint32_t tied = 0; tied < shape_.q_heads && picks != 0; ++tied) {
+    bool close = false;
+    const auto choose = [&](std::uint32_t head, std::uint32_t begin, std::uint32_t end, std::vector<bool>& marks) {
+      Ranked best = ranked(layer, token, head, begin, end);
+      if (head == tied && picks < best.size() && best[picks - 1].first - best[picks].first < kClose) {
+        std::swap(best[picks - 1], best[picks]);
+        close = true;
+      }
+      for (std::size_t i = 0; i < std::min<std::size_t>(picks, best.size()); ++i) marks[best[i].second] = true;
+    };
+    std::vector<double> out = attended_as(layer, token, sinks, recent, choose, nullptr);
+    if (close) others.push_back(std::move(out));
+  }
+  return others;
+}
+
 std::vector<double> Story::attended_by_mass(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
                                             std::uint32_t recent, double mass, std::uint32_t most) const {
   const auto choose = [&](std::uint32_t head, std::uint32_t begin, std::uint32_t end, std::vector<bool>& marks) {

@@ -70,6 +70,11 @@ class Story {
   [[nodiscard]] std::vector<double> attended(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
                                              std::uint32_t recent, std::uint32_t picks,
                                              std::vector<double>* lse = nullptr) const;
+  /// The outputs of `attended` that are right as well, as the estimates of a query head's last pick and of the next
+  /// token differ by less than sums of float32 do. One at a time: that two heads are as close is not to be expected.
+  [[nodiscard]] std::vector<std::vector<double>> attended_by_ties(std::uint32_t layer, std::uint32_t token,
+                                                                  std::uint32_t sinks, std::uint32_t recent,
+                                                                  std::uint32_t picks) const;
   /// The same of a policy whose query heads each choose the fewest tokens that hold `mass`, with sinks and recent
   /// tokens, by the estimates of all visible tokens; the first `most` of these, if they are more.
   [[nodiscard]] std::vector<double> attended_by_mass(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,

@@ -25,7 +25,6 @@ class Settings:
     """Of a model and its engine."""
 
     model: str  #: a folder, or a name that transformers knows
-    adapter: str | None = None  #: a folder of peft's
     policy: str = "sluice"
     host_bytes: int = 8 << 30
     context: int | None = None  #: tokens of prompt and answer together, at most; None: the model's
@@ -38,6 +37,7 @@ class Settings:
     graphs: str = "auto"  #: "auto", "on" or "off": CUDA graphs of forwards, as PackedModel has it
     compile: bool = False  #: the model is compiled by torch
     prefix: bool = True  #: prompts begin with what is known of them
+    adapter: str | None = None  #: a folder of peft's
     silence_s: float = 600  #: a process that says nothing for as long, longer than a forward takes, is lost
     options: dict[str, Any] = field(default_factory=dict)  #: others of EngineOptions
 
