@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kName = "sluice_engine_options";
 static_assert(SLUICE_DENSE_AUTO == sluice::kDenseAuto);
-static_assert(offsetof(sluice_engine_options, reserved) + sizeof(std::uint32_t) == sizeof(sluice_engine_options));
+static_assert(offsetof(sluice_engine_options, forecasts) + sizeof(std::uint32_t) == sizeof(sluice_engine_options));
 static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16) &&
               SLUICE_FP8_E4M3 == static_cast<int>(DType::fp8_e4m3));
 
@@ -158,7 +158,6 @@ sluice_engine_options read_options(const sluice_engine_options* options) {
 }
 
 EngineOptions to_engine(const sluice_engine_options& options) {
-  if (options.reserved != 0) refuse("reserved", options.reserved, "0: begin with sluice_engine_options_init");
   const std::uint32_t page = options.page_tokens;
   if (page < 8 || page > 256 || (page & (page - 1)) != 0) refuse("page_tokens", page, "a power of two in [8, 256]");
   return {.shape = shape_of(options),
@@ -183,7 +182,6 @@ EngineOptions to_engine(const sluice_engine_options& options) {
           .prompt_queries = options.prompt_queries,
           .max_picks = options.max_picks,
           .digests = digests_of(options.digests),
-          .value_means = switch_of(options.value_means, "sluice_engine_options.value_means"),
           .max_ranked = options.max_ranked,
           .max_window = options.max_window,
           .cluster_sequences = options.cluster_sequences,
@@ -228,7 +226,6 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.prompt_queries = options.prompt_queries;
   out.max_picks = options.max_picks;
   out.digests = digests_of(options.digests);
-  out.value_means = options.value_means ? 1 : 0;
   out.max_ranked = options.max_ranked;
   out.max_window = options.max_window;
   out.import_rows = options.import_rows;

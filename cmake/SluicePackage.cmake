@@ -32,7 +32,7 @@ endforeach()
 install(EXPORT sluice_runtime NAMESPACE sluice:: FILE sluiceRuntime.cmake DESTINATION ${package_dir}
   COMPONENT development)
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/sluice DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT development
-  FILES_MATCHING PATTERN *.hpp)
+  FILES_MATCHING PATTERN *.hpp PATTERN step EXCLUDE)
 install(FILES ${PROJECT_SOURCE_DIR}/cmake/FindHwloc.cmake DESTINATION ${package_dir} COMPONENT development)
 
 configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/sluiceConfig.cmake.in

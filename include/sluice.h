@@ -1,12 +1,12 @@
 #ifndef SLUICE_H
 #define SLUICE_H
 
-/// Sluice for C, and for whatever calls C: attention for a batch of sequences whose keys and values lie in host memory.
+/// Sluice for C and languages that call C: attention for batches of sequences with keys and values in host memory.
 /// The engine is the class sluice::Engine; sluice/engine.hpp says more of what it does. C99, no other headers needed.
 ///
 /// Rules of all functions:
 ///
-/// Status     Whoever can fail returns a sluice_status, SLUICE_OK or why not; sluice_last_error() has the text, which
+/// Status     What can fail returns a sluice_status, SLUICE_OK or why not; sluice_last_error() has the text, which
 ///            names cause and remedy. What failed changed nothing, and its results are not written, unless a function
 ///            says otherwise. Nothing prints, and nothing ends the process.
 /// Versions   Every struct begins with struct_size, which the caller sets to its own sizeof. A library that knows
@@ -38,7 +38,7 @@ extern "C" {
 
 /// Of this header. Rises with every release that adds something; what an older one has stays as it is, or the library's
 /// soname changes.
-#define SLUICE_ABI_VERSION 6u
+#define SLUICE_ABI_VERSION 7u
 
 /// SLUICE_ABI_VERSION of the library that is loaded: at least the caller's, or functions may be missing.
 SLUICE_API uint32_t sluice_abi_version(void);
@@ -119,9 +119,9 @@ enum { SLUICE_F32 = 0, SLUICE_F16 = 1, SLUICE_BF16 = 2, SLUICE_FP8_E4M3 = 3 };
 enum { SLUICE_DIGESTS_NONE = 0, SLUICE_DIGESTS_BOX = 1, SLUICE_DIGESTS_CUBOID_MEAN = 2 };
 /// How prompts attend: densely, in blocks that FlexPrefill chooses, or so where that pays.
 enum { SLUICE_PREFILL_FULL = 0, SLUICE_PREFILL_FLEX = 1, SLUICE_PREFILL_AUTOMATIC = 2 };
-/// Who attends what is chosen and not near: the CPU, in place; or the device, over the link.
+/// Where chosen rows that are not near are attended: by the CPU, in place; or by the device, over the link.
 enum { SLUICE_PLACE_HYBRID = 0, SLUICE_PLACE_STREAM = 1 };
-/// Who waits for the CPU's part of a layer: a kernel; the stream, by a memory operation; or the calling thread, in
+/// What waits for the CPU's part of a layer: a kernel; the stream, by a memory operation; or the calling thread, in
 /// sluice_engine_attend, which then cannot be captured. AUTO: as suits the device, a kernel unless it is shared by
 /// MPS or limits how long kernels run.
 enum { SLUICE_HANDOVER_AUTO = 0, SLUICE_HANDOVER_DEVICE = 1, SLUICE_HANDOVER_STREAM = 2, SLUICE_HANDOVER_HOST = 3 };
@@ -196,7 +196,7 @@ typedef struct sluice_engine_options {
   uint32_t window_count;  ///< of `windows`: 0 (default) or `layers`
   uint32_t largest_drafts;  ///< of all buckets, see sluice_bucket (1); at most 32 * kv_heads / q_heads
   /// [window_count] of each layer the newest tokens that a row of it sees, its own included; 0: all. Null if there are
-  /// none. Where there are some a row attends all that it sees, whatever its sequence's policy says.
+  /// none. With a window a row attends all that it sees; its sequence's policy chooses nothing there.
   const uint32_t* windows;
   /// Of layers with windows a sequence keeps the tokens that its next one sees, and as many before these, so that it
   /// can be forked or truncated by as many (64); at least largest_drafts - 1
@@ -208,7 +208,7 @@ typedef struct sluice_engine_options {
   /// each has device memory for max_clusters of them in every layer and KV head
   uint32_t cluster_sequences;
   uint32_t max_clusters;  ///< of a KV head of a sequence (4096)
-  /// Tokens of a sequence up to which it attends all of them, whatever its policy chooses (0): of so few, reading
+  /// Tokens of a sequence up to which it attends all of them, and its policy chooses nothing (0): of so few, reading
   /// everything takes less than choosing. SLUICE_DENSE_AUTO: as many as near_bytes have room for, of each of
   /// largest_decode_rows sequences, up to where choosing pays. Not of policies that choose on the CPU or among clusters
   uint32_t dense_tokens;
@@ -217,15 +217,12 @@ typedef struct sluice_engine_options {
   /// GPU chooses of it (`history | int4 |` top_k; top_p in buckets with SLUICE_BUCKET_UNBOUNDED) while the CPU learns.
   /// With SLUICE_HANDOVER_DEVICE; engines on SLUICE_DEVICE_CPU have it off
   uint32_t forecasts;
-  /// A switch (0): means of the values of full pages are kept, for policies with rest=mean, as the default
-  uint32_t value_means;
-  uint32_t reserved;      ///< 0
 } sluice_engine_options;
 
 /// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options).
 SLUICE_API sluice_status sluice_engine_options_init(sluice_engine_options* options, size_t struct_size);
 /// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features,
-/// digests, value_means, max_picks, max_ranked, max_window, prompt_queries, cpu_sequences, cluster_sequences and
+/// digests, max_picks, max_ranked, max_window, prompt_queries, cpu_sequences, cluster_sequences and
 /// max_clusters; and forecasts, if its history observes every fourth step or fewer. Lowers nothing, so that it can be
 /// called for several policies; call it when page_tokens is set. `policy` as in
 /// sluice_engine_begin.
@@ -266,7 +263,7 @@ typedef uint64_t sluice_sequence;
 SLUICE_API sluice_status sluice_engine_begin(sluice_engine* engine, const char* policy, sluice_sequence* sequence);
 /// A sequence that begins with what is known of a prompt: sluice_engine_tokens says how many of its first tokens it
 /// has, whole pages, which it shares; the others are to come as they would without, the last one always. All of
-/// ids [id_count] is named, see sluice_engine_name_tokens. `salt`: whatever keys and values depend on besides the ids,
+/// ids [id_count] is named, see sluice_engine_name_tokens. `salt`: what else keys and values depend on besides the ids,
 /// such as an adapter; what has another one is not found.
 SLUICE_API sluice_status sluice_engine_begin_prompt(sluice_engine* engine, const char* policy, const int32_t* ids,
                                                     size_t id_count, uint64_t salt, sluice_sequence* sequence);
@@ -293,7 +290,7 @@ SLUICE_API sluice_status sluice_engine_fork(sluice_engine* engine, sluice_sequen
 /// Errors as of fork.
 SLUICE_API sluice_status sluice_engine_truncate(sluice_engine* engine, sluice_sequence sequence, uint32_t tokens);
 /// Bytes that a sequence takes that is parked now. `model`: what keys and values are of, such as name and revision of a
-/// model and its adapter, 4 KiB at most; null: "". Of the next two, too: who resumes the sequence has to say the same.
+/// model and its adapter, 4 KiB at most; null: "". Of the next two, too: resuming the sequence takes the same text.
 /// SLUICE_NOT_FOUND if there is no such sequence; SLUICE_INVALID_ARGUMENT if a forward with it is under way, or `model`
 /// is longer.
 SLUICE_API sluice_status sluice_engine_park_bytes(const sluice_engine* engine, sluice_sequence sequence,
@@ -480,9 +477,9 @@ SLUICE_API sluice_status sluice_admission_get_options(const sluice_admission* ad
                                                       sluice_admission_options* options);
 /// A request that waits from now on. SLUICE_OUT_OF_CAPACITY if it could not run to its end though it were alone.
 SLUICE_API sluice_status sluice_admission_submit(sluice_admission* admission, const sluice_request* request);
-/// Who loses memory (`preempted`, youngest first: end their sequences, they come again with all their tokens so far as
-/// prompts), and who gets some (`admitted`, oldest first: begin a sequence for each). `held_pages`: null, or pages that
-/// the sequences hold by the engine's count, where shared ones count once.
+/// Requests that lose memory (`preempted`, youngest first: end their sequences, they come again with all tokens so
+/// far as prompts), and those that get some (`admitted`, oldest first: begin a sequence each). `held_pages`: null, or
+/// the pages that the sequences hold by the engine's count, where shared ones count once.
 SLUICE_API sluice_status sluice_admission_admit(sluice_admission* admission, const uint64_t* held_pages,
                                                 uint64_t* preempted, size_t* preempted_count, uint64_t* admitted,
                                                 size_t* admitted_count);

@@ -8,8 +8,8 @@
 
 #include "scheduler/undo.hpp"
 #include "sluice/policy.hpp"
-#include "sluice/selection.hpp"
 #include "sluice/shape.hpp"
+#include "sluice/step/selection.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice::scheduler {

@@ -2,7 +2,8 @@
 #
 # Holds the dependencies to the star of the design:
 #   include/ <- {scheduler/, cpu/, gpu/} <- runtime/ <- {capi/, tools/, tests/}
-# and python/ to sluice.h. In runtime/:
+# and python/ to sluice.h. include/sluice/step/ is not installed: public headers, the C interface, the Llama host and
+# the examples do without. In runtime/:
 #   {kv/, park/, background/} <- far/ <- engine/
 # public headers to the exception that they speak of, and the library rooms to silence: only tools/ may print or end the
 # process.
@@ -13,6 +14,7 @@ if(NOT IS_DIRECTORY "${ROOT}/include")
 endif()
 
 set(vocabulary "sluice/|sluice\\.h$")
+set(public "sluice/[a-z_0-9]+\\.hpp$|sluice\\.h$")
 set(rooms include scheduler cpu gpu runtime capi tools tests python sluice)
 list(JOIN rooms "|" any_room)
 set(loud_functions "v?f?printf|f?puts|f?putchar|perror|abort|exit|_exit|_Exit|quick_exit|terminate")
@@ -86,7 +88,14 @@ macro(check_room room)
   endforeach()
 endmacro()
 
-check_room(include OWN "${vocabulary}" SYSTEM "${standard_library}" SILENT)
+files_of(include headers)
+foreach(header_file IN LISTS headers)
+  if(header_file MATCHES "/include/sluice/step/")
+    check_file(${header_file} OWN "${vocabulary}" SYSTEM "${standard_library}" SILENT)
+  else()
+    check_file(${header_file} OWN "${public}" SYSTEM "${standard_library}" SILENT)
+  endif()
+endforeach()
 # Who includes a header of ours can catch what its functions throw.
 files_of(include public_headers)
 foreach(public_header IN LISTS public_headers)
@@ -107,13 +116,15 @@ foreach(inner kv park background)
 endforeach()
 check_room(runtime/far OWN "${vocabulary}|(scheduler|cpu)/|runtime/(background|far)/")
 
-check_room(capi OWN "${vocabulary}|(runtime|capi)/" BANNED_SYSTEM "${cuda_headers}" SILENT)
+check_room(capi OWN "${public}|(runtime|capi)/" BANNED_SYSTEM "${cuda_headers}" SILENT)
 
-# The Llama host embeds the library as a stranger would: through the vocabulary alone.
+# The Llama host and the examples embed the library as a stranger would: through public headers alone.
 files_of(tools tool_files)
 foreach(tool_file IN LISTS tool_files)
   if(tool_file MATCHES "/tools/llama/")
-    check_file(${tool_file} OWN "${vocabulary}|tools/llama/|cpu/machine/crc32c")
+    check_file(${tool_file} OWN "${public}|tools/llama/|cpu/machine/crc32c")
+  elseif(tool_file MATCHES "/tools/examples/")
+    check_file(${tool_file} OWN "${public}")
   else()
     check_file(${tool_file} OWN "${vocabulary}|(scheduler|cpu|gpu|runtime|capi|tools)/")
   endif()

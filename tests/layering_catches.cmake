@@ -28,6 +28,8 @@ source(include/sluice/vocabulary.hpp
   "#include <vector>" "#include <cuda_runtime.h>  // BAD" "#include <tbb/parallel_for.h>  // BAD"
   "#include <Eigen/Core>  // BAD" "#include <hwloc.h>  // BAD" "# include \"scheduler/a.hpp\"  // BAD"
   "#include \"vocabulary.hpp\"  // BAD")
+source(include/sluice/step/inner.hpp "#include \"sluice/step/other.hpp\"" "#include \"cpu/a.hpp\"  // BAD")
+source(include/sluice/reaches.hpp "#include \"sluice/error.hpp\"" "#include \"sluice/step/inner.hpp\"  // BAD")
 source(include/sluice/throws.hpp "#pragma once  // BAD" "/// @throws Error{Errc::io}")
 source(include/sluice/tells.hpp "#include \"sluice/error.hpp\"" "/// @throws Error{Errc::io}")
 source(scheduler/policy/a.cpp
@@ -55,17 +57,19 @@ endforeach()
 source(capi/a.cpp
   "#include \"sluice.h\"" "#include \"sluice/engine.hpp\"" "#include \"runtime/a.hpp\"" "#include \"capi/a.hpp\""
   "#include \"cpu/a.hpp\"  // BAD" "#include \"gpu/a.hpp\"  // BAD" "#include \"tools/cli/a.hpp\"  // BAD"
-  "#include <cuda_runtime.h>  // BAD" "std::abort()  // BAD")
+  "#include \"sluice/step/inner.hpp\"  // BAD" "#include <cuda_runtime.h>  // BAD" "std::abort()  // BAD")
 source(python/a.c
   "#include \"sluice.h\"" "#include <Python.h>" "#include \"capi/a.hpp\"  // BAD" "#include \"sluice/engine.hpp\"  // BAD")
 source(tools/examples/a.c
-  "#include \"sluice.h\"" "#include \"capi/a.hpp\"" "#include \"tests/support/a.hpp\"  // BAD")
+  "#include \"sluice.h\"" "#include \"sluice/engine.hpp\"" "#include \"capi/a.hpp\"  // BAD"
+  "#include \"sluice/step/inner.hpp\"  // BAD" "#include \"tests/support/a.hpp\"  // BAD")
 source(tools/cli/a.cpp
   "#include \"runtime/a.hpp\"" "#include \"tools/llama/a.hpp\"" "#include <cuda_runtime.h>" "std::exit(1)"
   "#include \"tests/support/a.hpp\"  // BAD")
 source(tools/llama/a.cpp
   "#include \"sluice/runtime.hpp\"" "#include \"tools/llama/a.hpp\"" "std::printf(\"1\")"
-  "#include \"cpu/threads/workers.hpp\"  // BAD" "#include \"tools/cli/a.hpp\"  // BAD")
+  "#include \"sluice/step/inner.hpp\"  // BAD" "#include \"cpu/threads/workers.hpp\"  // BAD"
+  "#include \"tools/cli/a.hpp\"  // BAD")
 
 set(expected "")
 foreach(path IN LISTS sources)

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "cpu/threads/workers.hpp"
-#include "sluice/backend.hpp"
+#include "sluice/step/backend.hpp"
 
 namespace sluice::cpu {
 
@@ -44,7 +44,6 @@ class Backend final : public sluice::Backend {
   void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) override;
 
   void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) override;
-  void mean_values(std::span<const ValueMeanTask> tasks, const PageLayout& layout, Stream* stream) override;
   void make_codes(std::span<const CodesTask> tasks, const PageLayout& layout, Stream* stream) override;
   void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <utility>
 
-#include "sluice/top_p.hpp"
+#include "sluice/step/top_p.hpp"
 
 namespace sluice::cpu {
 namespace {

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "cpu/backend/verbs.hpp"
-#include "sluice/prefill_verbs.hpp"
+#include "sluice/step/prefill_verbs.hpp"
 
 namespace sluice::cpu {
 

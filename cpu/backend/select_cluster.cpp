@@ -12,7 +12,7 @@
 #include "cpu/backend/verbs.hpp"
 #include "cpu/threads/lent.hpp"
 #include "sluice/error.hpp"
-#include "sluice/permutation.hpp"
+#include "sluice/step/permutation.hpp"
 
 namespace sluice::cpu {
 namespace {

@@ -6,7 +6,7 @@
 #include "cpu/backend/backend.hpp"
 #include "cpu/backend/row_list.hpp"
 #include "cpu/backend/verbs.hpp"
-#include "sluice/top_k.hpp"
+#include "sluice/step/top_k.hpp"
 
 namespace sluice::cpu {
 namespace {
@@ -61,14 +61,6 @@ void Backend::digest(std::span<const DigestTask> tasks, DigestKind kind, const P
          .rows = layout.page_tokens,
          .head_dim = layout.head_dim});
   });
-}
-
-void Backend::mean_values(std::span<const ValueMeanTask> tasks, const PageLayout& layout, Stream*) {
-  if (tasks.empty()) return;
-  check("mean_values", layout);
-  for_each_task(
-      workers_, tasks, tasks.size() * layout.half_bytes(),
-      [&kernels = kernels_, layout](const ValueMeanTask& task) { value_mean(kernels, layout, task.page, task.out); });
 }
 
 void Backend::score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "cpu/backend/verbs.hpp"
-#include "sluice/order_key.hpp"
-#include "sluice/top_p.hpp"
+#include "sluice/step/order_key.hpp"
+#include "sluice/step/top_p.hpp"
 
 namespace sluice::cpu {
 namespace {

@@ -75,19 +75,6 @@ void merge_into(const Partial& whole, const Partial& part, std::uint32_t rows, s
   }
 }
 
-void value_mean(const Kernels& kernels, const PageLayout& layout, const std::byte* page, std::byte* out) noexcept {
-  float row[kMaxHeadDim];
-  float sum[kMaxHeadDim] = {};
-  for (std::uint32_t i = 0; i < layout.page_tokens; ++i) {
-    const float* const scales = scales_in(layout, page, i);
-    read_row(kernels, layout, page + layout.half_bytes() + i * layout.row_bytes(),
-             layout.scaled() ? scales + 1 : nullptr, row);
-    for (std::uint32_t c = 0; c < layout.head_dim; ++c) sum[c] += row[c];
-  }
-  for (std::uint32_t c = 0; c < layout.head_dim; ++c) sum[c] /= static_cast<float>(layout.page_tokens);
-  kernels_for(kernels, layout.near().dtype).narrow(sum, out, layout.head_dim);
-}
-
 void key_mean(const Kernels& kernels, const PageLayout& layout, const std::byte* page, float* out) noexcept {
   const auto finite = [](float x) { return std::abs(x) <= std::numeric_limits<float>::max() ? x : 0.f; };
   float row[kMaxHeadDim];

@@ -10,8 +10,8 @@
 #include "cpu/threads/workers.hpp"
 #include "sluice/page.hpp"
 #include "sluice/partial.hpp"
-#include "sluice/select_verbs.hpp"
 #include "sluice/shape.hpp"
+#include "sluice/step/select_verbs.hpp"
 
 namespace sluice::cpu {
 
@@ -72,10 +72,6 @@ inline void write_row(const Kernels& kernels, const PageLayout& layout, const fl
   if (layout.scaled()) return kernels.e4m3.encode(in, row, scale, layout.head_dim);
   kernels_for(kernels, layout.dtype).narrow(in, row, layout.head_dim);
 }
-
-/// The mean of the values of a full page, in the dtype of near rows: the sum in the order of the rows, float32, then
-/// one division.
-void value_mean(const Kernels& kernels, const PageLayout& layout, const std::byte* page, std::byte* out) noexcept;
 
 /// The mean key of a full page, see Int4Layout: float32 [head_dim].
 void key_mean(const Kernels& kernels, const PageLayout& layout, const std::byte* page, float* out) noexcept;

@@ -3,7 +3,7 @@
 #include <string>
 
 #include "sluice/error.hpp"
-#include "sluice/permutation.hpp"
+#include "sluice/step/permutation.hpp"
 
 namespace sluice::cpu {
 namespace {

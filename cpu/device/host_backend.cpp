@@ -47,11 +47,6 @@ void HostBackend::digest(std::span<const DigestTask> tasks, DigestKind kind, con
   run_or_enqueue(stream, "digest", [=, this] { cpu_.digest(tasks, kind, layout, nullptr); });
 }
 
-void HostBackend::mean_values(std::span<const ValueMeanTask> tasks, const PageLayout& layout, Stream* stream) {
-  if (tasks.empty()) return;
-  run_or_enqueue(stream, "mean_values", [=, this] { cpu_.mean_values(tasks, layout, nullptr); });
-}
-
 void HostBackend::make_codes(std::span<const CodesTask> tasks, const PageLayout& layout, Stream* stream) {
   if (tasks.empty()) return;
   run_or_enqueue(stream, "make_codes", [=, this] { cpu_.make_codes(tasks, layout, nullptr); });

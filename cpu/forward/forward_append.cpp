@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "cpu/forward/forward_layer.hpp"
-#include "sluice/int4.hpp"
 #include "sluice/partial.hpp"
+#include "sluice/step/int4.hpp"
 
 namespace sluice::cpu {
 namespace {
@@ -69,7 +69,6 @@ void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardL
           near == nullptr ? nullptr : near + m.layout.half_bytes());
   make_codes(kernels, m, plane, block, at, 1, key_mean_for(kernels, m, m.tokens[r], plane));
   if (at + 1 != m.layout.page_tokens) return;
-  if (m.keeps_means) value_mean(kernels, m.far_layout, page, m.value_mean_of(plane, block));
   if (m.digests == nullptr) return;
   const ElementKernels& of = kernels_for(kernels, m.far_layout.dtype);
   (m.digest == DigestKind::box ? of.digest_box : of.digest_cuboid_mean)({.k = page,

@@ -7,9 +7,9 @@
 #include "cpu/forward/forward_draw.hpp"
 #include "cpu/forward/forward_layer.hpp"
 #include "cpu/forward/forward_marks.hpp"
-#include "sluice/forward_tasks.hpp"
-#include "sluice/order_key.hpp"
-#include "sluice/top_k.hpp"
+#include "sluice/step/forward_tasks.hpp"
+#include "sluice/step/order_key.hpp"
+#include "sluice/step/top_k.hpp"
 
 namespace sluice::cpu {
 namespace {

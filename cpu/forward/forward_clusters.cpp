@@ -1,6 +1,6 @@
 // Clusters of keys: how they are made, and what rows choose of them.
 #include "cpu/forward/forward_layer.hpp"
-#include "sluice/forward_tasks.hpp"
+#include "sluice/step/forward_tasks.hpp"
 
 namespace sluice::cpu {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cpu/forward/forward_layer.hpp"
-#include "sluice/order_key.hpp"
+#include "sluice/step/order_key.hpp"
 
 namespace sluice::cpu {
 

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "sluice/forward_memory.hpp"
-#include "sluice/select_verbs.hpp"
+#include "sluice/step/forward_memory.hpp"
+#include "sluice/step/select_verbs.hpp"
 
 /// Tokens that are drawn, see sample.hpp.
 namespace sluice::cpu {

@@ -27,8 +27,7 @@ void await_answer(const ForwardMemory& m) {
   state.released = state.asked;
 }
 
-/// A head's output from what was attended near, over the link, and far, and what is left, whose lse is what `sum` is
-/// given back with.
+/// A head's output, into `sum`, from what was attended near, over the link, and far; returns its lse.
 float merge_head(const ForwardMemory& m, std::uint64_t h, const ForwardRow& row, float* sum) {
   const std::uint64_t index = h / m.shape.group();
   const std::uint64_t at = h * m.shape.head_dim;
@@ -43,11 +42,6 @@ float merge_head(const ForwardMemory& m, std::uint64_t h, const ForwardRow& row,
   };
   if (m.near_counts[index] != 0 || row.drafts != 0) add(m.near_out + at, m.near_lse[h]);
   if (m.fetches() && (m.fetch_heads[index] >> h % m.shape.group() & 1) != 0) add(m.fetched_out + at, m.fetched_lse[h]);
-  if (row.rest != 0) {
-    const auto list = static_cast<std::uint32_t>(index);
-    const float* const rest = m.rest_mass_of(list) + 2 * (h % m.shape.group());
-    if (rest[1] != 0.f) add(m.rest_out_of(list), rest[0]);
-  }
   const bool listed = m.far_listed[index] != m.fetched_of(m.far_listed[index]);
   if (row.asks != 0 ? m.far_lse[h] != kEmptyLse : listed) add(m.far_out + at, m.far_lse[h]);
   if (numbers) return lse;
@@ -135,7 +129,6 @@ void attend(const Workers& workers, const Kernels& kernels, const ForwardMemory&
         attend_rows(kernels, of, row, index, rows);
         if (row.drafts != 0) attend_edge(kernels, of, row, plane, index);
       });
-  weigh_rests(workers, kernels, m, layer);
 }
 
 void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) {

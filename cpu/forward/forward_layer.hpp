@@ -7,10 +7,10 @@
 #include "cpu/backend/verbs.hpp"
 #include "cpu/kernels/kernels.hpp"
 #include "cpu/threads/workers.hpp"
-#include "sluice/core_verbs.hpp"
-#include "sluice/forward_verbs.hpp"
-#include "sluice/prefill_verbs.hpp"
-#include "sluice/select_verbs.hpp"
+#include "sluice/step/core_verbs.hpp"
+#include "sluice/step/forward_verbs.hpp"
+#include "sluice/step/prefill_verbs.hpp"
+#include "sluice/step/select_verbs.hpp"
 
 /// What the verbs of a forward do within a layer, now and here; see sluice::ForwardVerbs.
 namespace sluice::cpu {
@@ -104,8 +104,6 @@ void append_queries(const Kernels& kernels, const ForwardMemory& memory, const F
 /// Of a team what some of its rows see and others do not, into what it has attended near.
 void attend_edge(const Kernels& kernels, const ForwardMemory& memory, const ForwardRow& row, std::uint32_t plane,
                  std::uint32_t index);
-/// Of rows with a rest what that weighs to each query head of a list, and its value.
-void weigh_rests(const Workers& workers, const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void promote(const ForwardMemory& memory, std::uint32_t layer);
 void fetch(const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 void merge(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);

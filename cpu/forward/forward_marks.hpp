@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "sluice/forward_memory.hpp"
+#include "sluice/step/forward_memory.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice::cpu {

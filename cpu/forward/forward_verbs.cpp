@@ -10,7 +10,7 @@
 #include "cpu/device/host_stream.hpp"
 #include "cpu/forward/forward_layer.hpp"
 #include "cpu/threads/spin.hpp"
-#include "sluice/int4.hpp"
+#include "sluice/step/int4.hpp"
 
 namespace sluice::cpu {
 namespace {

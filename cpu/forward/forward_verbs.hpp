@@ -2,8 +2,8 @@
 
 #include "cpu/kernels/kernels.hpp"
 #include "cpu/threads/workers.hpp"
-#include "sluice/backend.hpp"
-#include "sluice/forward_verbs.hpp"
+#include "sluice/step/backend.hpp"
+#include "sluice/step/forward_verbs.hpp"
 
 namespace sluice::cpu {
 

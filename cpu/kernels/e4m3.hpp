@@ -1,7 +1,7 @@
 #pragma once
 
 #include "cpu/kernels/rows.hpp"
-#include "sluice/e4m3.hpp"
+#include "sluice/step/e4m3.hpp"
 
 namespace sluice::cpu {
 namespace {

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "cpu/kernels/rows.hpp"
-#include "sluice/int4.hpp"
+#include "sluice/step/int4.hpp"
 
 namespace sluice::cpu {
 namespace {

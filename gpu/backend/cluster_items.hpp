@@ -1,8 +1,8 @@
 #pragma once
 
 #include "gpu/kernels/cluster/cluster.hpp"
-#include "sluice/carver.hpp"
-#include "sluice/select_verbs.hpp"
+#include "sluice/step/carver.hpp"
+#include "sluice/step/select_verbs.hpp"
 
 namespace sluice::gpu {
 

@@ -10,8 +10,8 @@
 #include "gpu/device/driver.hpp"
 #include "gpu/device/param_ring.hpp"
 #include "gpu/kernels/prefill/flex.hpp"
-#include "sluice/carver.hpp"
 #include "sluice/error.hpp"
+#include "sluice/step/carver.hpp"
 
 namespace sluice::gpu {
 namespace {

@@ -7,8 +7,8 @@
 #include "gpu/device/cuda_stream.hpp"
 #include "gpu/device/param_ring.hpp"
 #include "gpu/kernels/cluster/cluster.hpp"
-#include "sluice/carver.hpp"
 #include "sluice/error.hpp"
+#include "sluice/step/carver.hpp"
 
 namespace sluice::gpu {
 namespace {

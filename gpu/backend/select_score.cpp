@@ -5,7 +5,6 @@
 #include "gpu/backend/backend.hpp"
 #include "gpu/backend/verbs.hpp"
 #include "gpu/kernels/index/digest.hpp"
-#include "gpu/kernels/index/value_mean.hpp"
 #include "gpu/kernels/select/score.hpp"
 #include "gpu/kernels/select/top_k.hpp"
 #include "sluice/error.hpp"
@@ -82,13 +81,6 @@ void Backend::digest(std::span<const DigestTask> tasks, DigestKind kind, const P
   check_supported("digest", layout.near());
   CudaStream& cuda = cuda_stream(stream, "digest");
   for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_digest(array, kind, layout, cuda.handle()); });
-}
-
-void Backend::mean_values(std::span<const ValueMeanTask> tasks, const PageLayout& layout, Stream* stream) {
-  if (tasks.empty()) return;
-  check_supported("mean_values", layout.near());
-  CudaStream& cuda = cuda_stream(stream, "mean_values");
-  for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_mean_values(array, layout, cuda.handle()); });
 }
 
 void Backend::score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/forward/forward.hpp"
-#include "sluice/carver.hpp"
+#include "sluice/step/carver.hpp"
 
 namespace sluice::gpu {
 

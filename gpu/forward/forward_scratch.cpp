@@ -8,8 +8,8 @@
 #include "gpu/forward/forward_clusters.hpp"
 #include "gpu/forward/forward_verbs.hpp"
 #include "gpu/kernels/index/int4.hpp"
-#include "sluice/carver.hpp"
 #include "sluice/error.hpp"
+#include "sluice/step/carver.hpp"
 
 namespace sluice::gpu {
 namespace {
@@ -142,16 +142,6 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
     choice.foresight.head_dim = memory.shape.head_dim;
     choice.foresight.score_scale = memory.shape.score_scale();
     choice.foresight.centers = carver.take<float>(std::uint64_t{memory.shape.layers} * heads * memory.shape.head_dim);
-  }
-  if (memory.keeps_means) {
-    choice.scored.sums = carver.take<float2>(
-        std::max(score_int4_most_blocks(heads, memory.scores_in(largest), multiprocessors_),
-                 append_score_most_blocks(memory, multiprocessors_)) *
-        (std::uint64_t{rows.shape.group()} * largest.drafts));  // Teams are fewer, with as many times the heads.
-    choice.scored.blocks = appends_beside_scores(memory)
-                               ? append_score_cut(memory, multiprocessors_).blocks
-                               : score_int4_blocks(memory.bucket.decode_rows * memory.shape.kv_heads,
-                                                   memory.scores_in(memory.bucket), multiprocessors_);
   }
   choice.jobs = carver.take<AttendJob>(jobs);
   choice.counters = carver.take<std::uint32_t>(jobs);

@@ -3,8 +3,8 @@
 #include <cuda_runtime_api.h>
 
 #include "gpu/device/handles.hpp"
-#include "sluice/forward_memory.hpp"
-#include "sluice/forward_verbs.hpp"
+#include "sluice/step/forward_memory.hpp"
+#include "sluice/step/forward_verbs.hpp"
 
 namespace sluice::gpu {
 

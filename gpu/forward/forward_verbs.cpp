@@ -103,17 +103,16 @@ void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) 
 void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer) {
   const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
-  const ScoreSums sums{.sums = scratch.scored.sums, .softcap = memory.shape.softcap};
   const ScoreInt4Shape shape{.layout = Int4Layout(memory.layout),
                              .dtype = memory.layout.dtype,
                              .group = memory.shape.group(),
                              .scale = memory.shape.score_scale(),
                              .softcap = memory.shape.softcap,
                              .multiprocessors = multiprocessors_};
-  if (appends_beside_scores(memory)) return launch_forward_append_score(memory, scratch, layer, sums, shape);
+  if (appends_beside_scores(memory)) return launch_forward_append_score(memory, scratch, layer, shape);
   launch_score_int4(scratch.score_tasks, memory.bucket.decode_rows * memory.shape.kv_heads,
                     memory.scores_in(memory.bucket), memory.bucket.pages, foresight_of(memory, scratch, layer.layer),
-                    sums, shape, handle(layer.stream));
+                    shape, handle(layer.stream));
 }
 
 void ForwardVerbs::propose(const ForwardMemory& memory, const ForwardLayer& layer) {

@@ -5,8 +5,8 @@
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/load_all.hpp"
 #include "gpu/tuning.hpp"
-#include "sluice/carver.hpp"
-#include "sluice/forward_verbs.hpp"
+#include "sluice/step/carver.hpp"
+#include "sluice/step/forward_verbs.hpp"
 
 namespace sluice::gpu {
 

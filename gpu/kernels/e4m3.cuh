@@ -1,7 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/elements.cuh"
-#include "sluice/e4m3.hpp"
+#include "sluice/step/e4m3.hpp"
 
 /// Rows with scales, see E4m3, as the CPU makes and reads them, bit by bit. In software, which every GPU has: what
 /// crosses the link takes longer than this.

@@ -8,7 +8,6 @@
 #include "gpu/kernels/index/convert.hpp"
 #include "gpu/kernels/index/digest.hpp"
 #include "gpu/kernels/index/int4.hpp"
-#include "gpu/kernels/index/value_mean.hpp"
 #include "gpu/kernels/prefill/flex.hpp"
 #include "gpu/kernels/prefill/prefill.hpp"
 #include "gpu/kernels/select/choose_clusters.hpp"
@@ -30,7 +29,6 @@ KernelLimits load_all_kernels() {
   load_convert_kernels();
   load_digest_kernels();
   load_gather_kernels();
-  load_mean_values_kernels();
   load_merge_kernels();
   load_prefill_kernels();
   load_codes_kernels();

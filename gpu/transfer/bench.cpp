@@ -9,7 +9,7 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "sluice/error.hpp"
-#include "sluice/permutation.hpp"
+#include "sluice/step/permutation.hpp"
 
 namespace sluice::gpu {
 namespace {

@@ -17,7 +17,7 @@ struct HeadAudit {
   double relative_error = 0.0;     ///< the same over the norm of the exact output
   double error_bound = 0.0;        ///< 2 (1 - coverage) max |v|: what renormalised attention over a subset stays below
   std::uint64_t bound_broken = 0;  ///< steps whose error was above it by more than rounding: a defect, or values that
-                                   ///< were estimated (a bypass, MagicPIG's correction, a rest)
+                                   ///< were estimated (a bypass, MagicPIG's correction)
   std::uint64_t watched_steps = 0; ///< steps in which watched tokens held at least 1% of the softmax
   double watched_mass = 0.0;       ///< their exact share, mean over those steps
   double watched_kept = 0.0;       ///< the attended part of that share, relative to it

@@ -8,8 +8,8 @@ namespace sluice {
 struct Bucket {
   std::uint32_t decode_rows = 1;  ///< rows whose heads choose what they attend: new tokens, and drafts to verify
   /// 1: each of these rows by itself, as if the tokens before it had been decoded one by one. Else as many new tokens
-  /// of a sequence, or fewer, are a *team*: what one of their heads chooses all of them attend, as far as they see it,
-  /// and keys and values are read once for all of them. decode_rows / drafts teams; decode_rows is a multiple of it,
+  /// of a sequence, or fewer, are a *draft group*: what one of their heads chooses all of them attend, as far as they
+  /// see it, and keys and values are read once for all of them. decode_rows is a multiple of drafts, a group for each,
   /// and drafts times query heads per KV head are at most 32.
   std::uint32_t drafts = 1;
   std::uint32_t prefill_rows = 0;  ///< rows of chunks of prompts, which attend all that comes before them
@@ -22,7 +22,7 @@ struct Bucket {
   bool audit = false;            ///< what these rows attend is written down, see ForwardVerbs::audit
   bool trace = false;            ///< when its stages run is written down, see ForwardVerbs::stamp
   /// These rows attend everything, see ForwardVerbs::attend_whole: what an engine says of buckets of short sequences
-  /// (EngineOptions::dense_tokens), whatever it is given.
+  /// (EngineOptions::dense_tokens), also where a caller sets another value.
   bool whole = false;
 
   [[nodiscard]] constexpr std::uint32_t rows() const noexcept { return decode_rows + prefill_rows; }

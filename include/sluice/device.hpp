@@ -29,7 +29,7 @@ class alignas(64) Flag {
   [[nodiscard]] static constexpr std::uint64_t reached_word(std::uint64_t value) noexcept { return value << 1; }
   [[nodiscard]] static constexpr std::uint64_t failed_word(std::uint64_t value) noexcept { return value << 1 | 1; }
 
-  /// Release: what the producer wrote before is visible to who sees the value.
+  /// Release: what the producer wrote before is visible to a thread that sees the value.
   void signal(std::uint64_t value) noexcept { word_.store(reached_word(value), std::memory_order_release); }
   /// Tells readers waiting for `value` or less that it will not come.
   void fail(std::uint64_t value) noexcept { word_.store(failed_word(value), std::memory_order_release); }
@@ -160,7 +160,7 @@ class Device {
   }
 
   /// A thread of the host that computes for this device has not returned in time and may still use any memory that a
-  /// verb was given. Nothing more can be computed; whoever owns such memory must not free it.
+  /// verb was given. Nothing more can be computed; the owner of such memory must not free it.
   [[nodiscard]] virtual bool lost() const noexcept { return false; }
 };
 

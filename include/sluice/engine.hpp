@@ -55,17 +55,17 @@ struct Batch {
 /// tokens), `exact | int4` and `pages | int4` with `top_k` or `top_p`, `clusters | int4` with `fitted`, and
 /// `pages | top_k=all` (Quest, ArkVale), these without bypass. All others choose on the CPU, between a layer's question
 /// and its answer; pages are ranked on the device for them, too. What a row attends depends on policy, sequence and its
-/// team alone, neither on what else is in the batch nor on what is near.
+/// draft group alone, neither on what else is in the batch nor on what is near.
 ///
 /// Drafts are verified one by one or, in a bucket with drafts, together (Bucket::drafts): each query head of each of a
-/// team's rows chooses among the tokens before the team, and all rows of the team attend what any of them chose, and of
-/// the team's own tokens those up to their own. So a row attends at least what it would alone, where everything is
+/// draft group's rows chooses among the tokens before the group, and all its rows attend what any of them chose, and
+/// of the group's own tokens those up to their own. So a row attends at least what it would alone, where everything is
 /// attended or there is a window the same, and where heads choose by mass as large a share of it. Keys, values and
-/// their copies are read once for the team, near, far and over the link. An item's rows are teams of Bucket::drafts in
+/// their copies are read once for it, near, far and over the link. An item's rows are groups of Bucket::drafts in
 /// their order, the last of them with what is left. Rejected ones are taken back by `truncate`; where layers have
 /// windows, as many as EngineOptions::window_slack says.
 ///
-/// A policy that chooses on the CPU chooses once for a team, by its first row, which is new and no draft: that attends
+/// A policy that chooses on the CPU chooses once for a group, by its first row, which is new and no draft: that attends
 /// what it would alone, and its own token, should the policy have no recent tokens. The rows behind it attend what any
 /// of its query heads chose. It learns from the first row alone, so that rejecting drafts takes nothing back. A query
 /// head is bypassed only if all rows would bypass it. `sampled` (magicpig) is not served: its sample stands for what
@@ -79,7 +79,7 @@ struct Batch {
 /// most, until no thread reads what they change. A policy learns from a token once the forward has got to its end. What
 /// it has learnt goes along with forks, and what it has learnt from tokens that are taken back is taken back, too, so
 /// that the sequence goes on as if these had never been:
-/// - whatever the number of tokens, if the policy has no history;
+/// - for any number of tokens, if the policy has no history;
 /// - up to 32 of the newest tokens with history, if no query head observes more than max(64, 2%) of the tokens, as with
 ///   lfps, and history decays by 0.85 or more; where heads observe more, as many as there is room for in a journal of
 ///   that size.
@@ -110,7 +110,7 @@ class Engine {
   /// A new sequence that begins with what is known of a prompt: it has the first tokens(sequence) tokens of it, whole
   /// pages, in blocks that it shares; the others are to come as they would without. All of `prompt` is named, see
   /// name_tokens. The last token is not among those that are found, as its output is wanted, nor are those whose
-  /// queries the policy begins with. `salt`: whatever keys and values depend on besides the ids, such as an adapter or
+  /// queries the policy begins with. `salt`: what else keys and values depend on besides the ids, such as an adapter or
   /// an image; what has another one is not found.
   /// @throws as the other; Error{Errc::out_of_capacity} if the prompt is longer than a sequence may be
   [[nodiscard]] SequenceId begin(const PolicySpec& policy, std::span<const std::int32_t> prompt,
@@ -149,8 +149,8 @@ class Engine {
   /// EngineOptions::window_slack; Error{Errc::out_of_capacity} if as many live as may, or policy_bytes are spent;
   /// Error{Errc::timeout} if a thread in which policies learn does not come back
   [[nodiscard]] SequenceId fork(SequenceId sequence, std::uint32_t tokens);
-  /// Under a policy of its own, whatever the other's has learnt. One that begins with queries of the prompt finds them
-  /// if the other's policy chooses on the CPU, too.
+  /// Under a policy of its own, which begins without what the other's has learnt. One that begins with queries of the
+  /// prompt finds them if the other's policy chooses on the CPU, too.
   /// @throws as `begin` and `fork` do
   [[nodiscard]] SequenceId fork(SequenceId sequence, std::uint32_t tokens, const PolicySpec& policy);
   /// Takes the newest tokens back, until there are `tokens`: drafts that were not accepted. What a policy that chooses
@@ -161,8 +161,8 @@ class Engine {
   /// Writes all that a sequence is to memory of the caller, which a sequence begins with that is resumed from it: keys
   /// and values, policy, names of tokens with their salt, and the queries of its prompt's newest tokens. The sequence
   /// stays as it is, until it is ended. `area` has park_bytes at least; returns how many were written. `model`: what
-  /// keys and values are of, such as name and revision of a model and its adapter, 4 KiB at most; whoever resumes it
-  /// has to say the same. Forwards of others may be under way. Threads of the engine that have nothing to answer copy,
+  /// keys and values are of, such as name and revision of a model and its adapter, 4 KiB at most; resuming it takes
+  /// the same text. Forwards of others may be under way. Threads of the engine that have nothing to answer copy,
   /// beside the caller, and touch nothing of the caller's any more when it returns.
   /// @throws Error{Errc::invalid_argument} if a forward with the sequence is under way, `model` is longer, or no
   /// engine could resume the sequence: policy and its name take more than 60 KiB, or the policy was built of what no words
@@ -188,8 +188,8 @@ class Engine {
   /// found by prompts to come; but if prompts attend otherwise in this engine (EngineOptions::prefill), its pages are
   /// taken for decoded from the first on, see name_tokens.
   ///
-  /// `area`: what was written, all of it and nothing else. Checksums find damage, not intent: whoever can write to it
-  /// decides what the sequence attends, and what others find under its names.
+  /// `area`: what was written, all of it and nothing else. Checksums find damage, not intent: a process that can write
+  /// to it decides what the sequence attends, and what others find under its names.
   /// @throws Error{Errc::corrupt} if it is no parked sequence or damaged; Error{Errc::invalid_argument} naming what
   /// differs: the version of the format, shape, kv_dtype or model, or of the policy what this library does not know;
   /// Error{Errc::unsupported} and Error{Errc::out_of_capacity} as `begin`, or if the sequence is longer than one may
@@ -291,7 +291,7 @@ class Engine {
   /// each thread that has, before the engine goes; of several engines in the reverse order.
   void unpin_caller() noexcept;
   [[nodiscard]] const EngineOptions& options() const noexcept;
-  /// Whether `attend` may be called for a stream that is captured: the device has graphs, and who waits for the CPU's
+  /// Whether `attend` may be called for a stream that is captured: the device has graphs, and the wait for the CPU's
   /// part of a layer can be captured, see Handover.
   [[nodiscard]] bool captures() const noexcept;
 

@@ -33,7 +33,7 @@ struct EngineOptions {
   /// Not beside prompts whose blocks are chosen, see `prefill`.
   float softcap = 0.f;
   /// Of each layer the newest tokens that a row of it sees, its own included; 0: all. Empty: so in all layers; else one
-  /// per layer. Where there are some a row attends all that it sees, whatever its sequence's policy says, which
+  /// per layer. With a window a row attends all that it sees, and its sequence's policy chooses nothing there and
   /// learns nothing there; and prompts attend densely.
   std::vector<std::uint32_t> windows{};
   /// Of layers with windows a sequence keeps the tokens that its next one sees, and as many before these, so that it
@@ -55,7 +55,7 @@ struct EngineOptions {
   /// one that follows it; where there is near memory each takes 12 bytes of device memory. With 512K tokens an H200
   /// took 482, 352 and 307 us a layer with 256, 512 and 1,024 of them. [0, 1024]
   std::uint32_t promotions = 1024;
-  /// Who attends what is chosen and not near: `hybrid`: the CPU, in place, while the device attends the rest; `stream`:
+  /// What attends chosen rows that are not near. hybrid: the CPU, in place, while the device attends the rest; stream:
   /// the device, over the link. Then it asks the CPU for nothing but the choices of policies that choose there, and
   /// each row that chooses takes 8 bytes of pinned memory for each KV head and token that a sequence may have, if
   /// there are such policies.
@@ -67,7 +67,7 @@ struct EngineOptions {
   /// Lists of policies that choose on the CPU stay with it. Of device memory, each row that chooses takes what its
   /// output takes, and 4 bytes for each token that a KV head may attend. 0 with `stream`.
   float fetch_share = 0.f;
-  /// Tokens of a sequence up to which it attends all of them, whatever its policy chooses: of so few, reading
+  /// Tokens of a sequence up to which it attends all of them, and its policy chooses nothing: of so few, reading
   /// everything takes less than choosing. Buckets of no more max_tokens do without the stages that choose, unless the
   /// engine has cpu_sequences or cluster_sequences: sequences whose policies choose on the CPU or among clusters go on
   /// choosing. kDenseAuto: as many as near_bytes have room for, of each of largest.decode_rows sequences, up to where
@@ -99,9 +99,6 @@ struct EngineOptions {
   /// Of full pages, for policies that rank them: 2 * head_dim numbers of device memory for each page that host_bytes
   /// hold. What a policy calls them (PageSourceOptions::digest) must be the same.
   std::optional<DigestKind> digests{};
-  /// Of full pages, the mean of their values, for policies whose rest is that (`rest=mean`, the default's): head_dim
-  /// numbers of device memory for each page, layer and KV head that host_bytes hold.
-  bool value_means = false;
   std::uint32_t max_ranked = 512;  ///< pages that a query head may choose
   std::uint32_t max_window = 512;  ///< sinks and recent tokens of a policy, together
   /// Of `sequences`, those whose policies choose among clusters on the device (tactic | int4): each has room in device
@@ -130,7 +127,7 @@ struct EngineOptions {
   /// is left to the caller, if there are several.
   std::vector<std::uint32_t> cores{};
   bool pin_threads = true;
-  /// Who waits for the CPU's part of a layer; an engine's options say what automatic came to. Of Handover::stream the
+  /// What waits for the CPU's part of a layer; an engine's options say what automatic came to. Of Handover::stream the
   /// device must be able, see DeviceInfo; and EngineStats::waited_ns does not tell what its streams wait.
   Handover handover = Handover::automatic;
   /// A layer waits no longer for the far part: by the device's clock from when it begins to; from when the question is
@@ -142,7 +139,7 @@ struct EngineOptions {
 };
 
 /// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features of
-/// the largest bucket, digests, value_means, max_picks, max_ranked, max_window and prompt_queries; cpu_sequences to one
+/// the largest bucket, digests, max_picks, max_ranked, max_window and prompt_queries; cpu_sequences to one
 /// at least, if it chooses on the CPU; `forecasts`, if its history tells the device and observes so few steps that this
 /// is faster; cluster_sequences likewise and max_clusters, if it chooses among clusters on the device. Lowers nothing,
 /// so that it can be called for several policies.

@@ -8,7 +8,7 @@ namespace sluice {
 struct EngineStats {
   std::uint64_t asked = 0;        ///< layers whose far part the CPU was asked for
   std::uint64_t unplanned = 0;    ///< replays without a plan of their own
-  /// Attended in device memory, by all rows that choose, layers and KV heads; by teams of drafts once, without what only
+  /// Attended in device memory, by all rows that choose, layers and KV heads; by draft groups once, without what only
   /// some of their rows see.
   std::uint64_t near_tokens = 0;
   std::uint64_t far_tokens = 0;      ///< and in place, by the CPU

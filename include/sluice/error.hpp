@@ -16,7 +16,7 @@ enum class Errc {
   io,                ///< The operating system refused to read or write.
   device,            ///< An asynchronous copy, kernel or registration failed; the message carries the cause.
   timeout,           ///< A wait passed its deadline. The operation may be retried.
-  internal,          ///< A defect of the library: an exception that nobody foresaw. Please report it with its message.
+  internal,          ///< A defect of the library: an unforeseen exception. Please report it with its message.
 };
 
 /// Short stable name of a code, for machine-readable output. Never null.

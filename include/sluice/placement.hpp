@@ -7,7 +7,7 @@
 
 namespace sluice {
 
-/// Who attends what was chosen and is not near.
+/// Where chosen rows that are not near are attended.
 enum class PlacementMode : std::uint8_t {
   hybrid,  ///< the CPU, in place, while the device attends what is near
   stream,  ///< the device, over the link

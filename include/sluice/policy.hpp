@@ -155,31 +155,24 @@ struct BudgetOptions {
   friend bool operator==(const BudgetOptions&, const BudgetOptions&) = default;
 };
 
-/// What stands for the tokens that are not attended? Beside what is attended a virtual token, whose weight is what
-/// their scores by 4-bit copies say that they weigh together (SparQ attention, arXiv 2312.04985, section 4).
-enum class RestKind : std::uint8_t {
-  none,  ///< nothing: what is attended has all the weight
-  mean,  ///< the mean of the sequence's values: of its full pages, of 256 of them if there are more
-};
-
 /// Tokens of one layer, over all its KV heads, that a sequence's next token attends beyond sinks and recent tokens:
 /// max(min_tokens, share * visible tokens * KV heads). Each query head keeps at most this many / query heads of a
-/// layer, its best, before anybody asks which of them are near: what is selected depends on policy, shape and length
+/// layer, its best, before it is looked up which of them are near: what is selected depends on policy, shape and length
 /// alone. Heads of a group that keep the same leave the rest of it unused. Layers that attend densely have no such
 /// budget.
 struct FarOptions {
   std::uint32_t min_tokens = 0;  ///< [0, 2^31)
-  float share = 1.f;             ///< 1: all, whatever min_tokens says. [0, 1]
+  float share = 1.f;             ///< 1: all, and min_tokens is not read. [0, 1]
   [[nodiscard]] bool all() const noexcept { return share >= 1.f; }
   friend bool operator==(const FarOptions&, const FarOptions&) = default;
 };
 
-/// What lives near and is attended densely whatever was selected.
+/// What lives near and is attended densely, selected or not.
 struct NearOptions {
   std::uint32_t sink_tokens = 4;      ///< first tokens, always attended. [0, 4096]
   std::uint32_t recent_tokens = 128;  ///< newest tokens, always attended. [0, 1048576]
   /// Share of a sequence's pages that is attended densely beside them; an Engine refuses policies with one, unless they
-  /// attend everything. 0: only sinks and recent tokens are attended whatever was selected. [0, 1]
+  /// attend everything. 0: only sinks and recent tokens are attended, selected or not. [0, 1]
   float share = 0.f;
   friend bool operator==(const NearOptions&, const NearOptions&) = default;
 };
@@ -201,7 +194,6 @@ struct PolicySpec {
   bool rehearsed = false;
   BudgetOptions budget;       ///< read unless sources is 0 or has `all`
   FarOptions far;             ///< likewise
-  RestKind rest = RestKind::none;  ///< `mean` with `exact` alone, the estimate `int4`, and top_k or top_p
   NearOptions near;
   /// Heads whose sink mass exceeds this skip attending (LFPS section 4.3). 0: never. (0, 1]
   float bypass_threshold = 0.f;
@@ -232,7 +224,7 @@ struct PolicySpec {
 ///           | "top_p=" SHARE | "fitted=" SHARE | "progressive=" SHARE ["," options] | "sampled"
 ///           | "verified=" SHARE ["," options] | "within=" LOGITS ["," options]
 ///           | "sample=" COUNT ["," options] | "far=" COUNT
-///           | "rest=" ("none" | "mean") | "bypass=" ("off" | ["sink:"] SHARE) ["," options]
+///           | "bypass=" ("off" | ["sink:"] SHARE) ["," options]
 ///           | "near=" SHARE ["," options] | "dense=" LAYERS ["," options] | "page=" TOKENS
 ///   options = key "=" value {"," key "=" value}
 ///

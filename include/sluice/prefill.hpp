@@ -15,7 +15,7 @@ enum class PrefillMode : std::uint8_t {
   full,         ///< dense
   flexprefill,  ///< FlexPrefill: blocks of keys chosen per query head and chunk, see FlexPrefillSpec
   automatic,    ///< flexprefill where it pays: from the device's crossover length on, unless it keeps nearly all
-  streaming,    ///< StreamingLLM: the first and the newest tokens, whatever they say, see StreamingPrefillSpec
+  streaming,    ///< StreamingLLM: the first and the newest tokens, by place alone, see StreamingPrefillSpec
   minference,   ///< MInference: a pattern per query head, as dense as it says, see MInferenceSpec
 };
 

@@ -10,7 +10,7 @@ namespace sluice {
 /// (SIGSTOP, Ctrl-Z, `docker pause`, a virtual machine that was moved).
 ///
 /// Nothing tells a process that it was suspended, so this clock goes only while a thread reads it: between two
-/// reads, by whichever threads, at most kLongestGap pass. A thread that waits reads it between shorter naps. On a
+/// reads, by any threads, at most kLongestGap pass. A thread that waits reads it between shorter naps. On a
 /// machine so busy that naps take longer, deadlines come later. Thread safety: full. A read costs a lock: once per
 /// nap, not in a loop that spins.
 class RunClock {

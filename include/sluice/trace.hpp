@@ -83,10 +83,10 @@ struct TraceSpan {
   std::uint64_t bytes = 0;  ///< as planned; of the CPU: the layer's, over all threads
 };
 
-/// Who waits, and who is waited for.
+/// A party that waits, or is waited for.
 enum class Actor : std::uint8_t {
   device,
-  link,     ///< which waits for nobody by itself: the device drives it
+  link,     ///< never waits by itself: the device drives it
   workers,  ///< threads of the host that answer
   host,     ///< the thread that plans, enqueues and finishes forwards
 };
@@ -128,7 +128,7 @@ enum class StallCause : std::uint8_t {
 /// Workers wait for the device until they see a question, and after the last answer until the forward ends.
 /// The host waits for looks at prompts in `plan`, and for the device in `finish`.
 struct TraceStall {
-  Actor actor = Actor::device;  ///< who waits
+  Actor actor = Actor::device;  ///< that waits
   StallCause cause{};
   std::uint32_t layer = 0;  ///< the one that begins, of the host's `enqueuing`; kNone: of no layer
   double begin_us = 0.0;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 """Of the header that these structs mirror."""
 
 DEVICE_CPU, DEVICE_CUDA, DEVICE_CUDA_HOST = 1, 2, 3
@@ -100,8 +100,6 @@ class EngineOptions(Sized):
         ("dense_tokens", c_uint32),
         ("handover", c_uint32),
         ("forecasts", c_uint32),
-        ("value_means", c_uint32),
-        ("reserved", c_uint32),
     ]
 
 

@@ -91,7 +91,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 #: `EngineOptions.dense_tokens`: as many as near_bytes have room for, up to where choosing pays
 DENSE_AUTO = 0xFFFF_FFFF
 _APART = ("device", "largest", "cores", "windows")  # not a number each
-_SWITCHES = ("value_means", "prefix_decoded", "prefill_lines", "pin_threads", "forecasts")
+_SWITCHES = ("prefix_decoded", "prefill_lines", "pin_threads", "forecasts")
 
 
 @dataclass(kw_only=True)
@@ -124,7 +124,6 @@ class EngineOptions:
     prompt_queries: int | None = None  #: of a prompt's newest tokens, for these policies
     max_picks: int | None = None  #: tokens that a query head may choose on the device
     digests: Literal["none", "box", "cuboid_mean"] | None = None  #: of full pages
-    value_means: bool | None = None  #: of full pages, for policies with rest=mean, as the default
     max_ranked: int | None = None  #: pages that a query head may choose
     max_window: int | None = None  #: sinks and recent tokens of a policy, together
     import_rows: int | None = None  #: tokens of one import

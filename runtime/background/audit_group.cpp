@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "cpu/backend/verbs.hpp"
-#include "sluice/top_k.hpp"
+#include "sluice/step/top_k.hpp"
 
 namespace sluice::runtime {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "cpu/kernels/kernels.hpp"
 #include "runtime/background/audit_group.hpp"
-#include "sluice/forward_memory.hpp"
+#include "sluice/step/forward_memory.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice::runtime {

@@ -4,7 +4,7 @@
 
 #include "cpu/backend/verbs.hpp"
 #include "sluice/error.hpp"
-#include "sluice/int4.hpp"
+#include "sluice/step/int4.hpp"
 
 namespace sluice::runtime {
 
@@ -20,7 +20,6 @@ void SideData::make(std::uint32_t plane, std::span<const std::uint32_t> blocks, 
   wait();
   copies_.clear();
   digests_.clear();
-  means_.clear();
   const std::uint32_t page_tokens = memory_.layout.page_tokens;
   const std::uint64_t copy_bytes = Int4Layout(memory_.layout).page_bytes();
   float* const mean = first == kNone ? nullptr : reinterpret_cast<float*>(key_mean_->data());
@@ -33,12 +32,9 @@ void SideData::make(std::uint32_t plane, std::span<const std::uint32_t> blocks, 
     copies_.push_back({.page = far, .rows = rows, .out = memory_.codes + page * copy_bytes, .mean = mean});
     if (memory_.digests != nullptr && rows == page_tokens)
       digests_.push_back({.page = far, .out = memory_.digest_of(plane, blocks[i])});
-    if (memory_.keeps_means && rows == page_tokens)
-      means_.push_back({.page = far, .out = memory_.value_mean_of(plane, blocks[i])});
   }
   backend_.make_codes(copies_, memory_.far_layout, stream_.get());
   backend_.digest(digests_, memory_.digest, memory_.far_layout, stream_.get());
-  if (memory_.keeps_means) backend_.mean_values(means_, memory_.far_layout, stream_.get());
 }
 
 void SideData::wait() { stream_->synchronize(deadline_after(timeout_)); }

@@ -6,9 +6,9 @@
 #include <span>
 #include <vector>
 
-#include "sluice/backend.hpp"
 #include "sluice/device.hpp"
-#include "sluice/forward_memory.hpp"
+#include "sluice/step/backend.hpp"
+#include "sluice/step/forward_memory.hpp"
 
 namespace sluice::runtime {
 
@@ -35,7 +35,6 @@ class SideData {
   std::chrono::milliseconds timeout_;
   std::vector<CodesTask> copies_;  ///< as long as the stream may read them
   std::vector<DigestTask> digests_;
-  std::vector<ValueMeanTask> means_;
   std::unique_ptr<Buffer> key_mean_;  ///< [head_dim] float32, pinned: likewise
   std::unique_ptr<Stream> stream_;  ///< last: it stops before anything above goes
 };

@@ -31,7 +31,7 @@ std::shared_ptr<runtime::ForwardAudit> Engine::Impl::audit_of(std::span<const Wa
                   .draft = i % drafts,
                   .tokens = sequence->planned + i + 1,
                   .listed = drafts == 1 ? kNone : sequence->planned + i / drafts * drafts,
-                  .corrected = scheduler::corrects_scores(sequence->spec) || sequence->spec.rest != RestKind::none,
+                  .corrected = scheduler::corrects_scores(sequence->spec),
                   .blocks = sequence->blocks(),
                   .watched = sequence->watched,
                   .notes = {}});

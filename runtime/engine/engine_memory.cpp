@@ -8,7 +8,7 @@
 #include "runtime/engine/engine_options.hpp"
 #include "runtime/engine/memory_parts.hpp"
 #include "sluice/error.hpp"
-#include "sluice/int4.hpp"
+#include "sluice/step/int4.hpp"
 
 namespace sluice::runtime {
 namespace {
@@ -81,7 +81,6 @@ ForwardMemory described(const EngineOptions& options, const scheduler::LayerStac
   memory.max_ranked = std::min(options.max_ranked, memory.max_pages);
   memory.page_shift = static_cast<std::uint32_t>(std::countr_zero(options.page_tokens));
   memory.digest = options.digests.value_or(DigestKind::box);
-  memory.keeps_means = options.value_means;
   memory.max_window = options.max_window;
   // What is chosen of them is a share of the mass.
   memory.cluster_slots = memory.largest.unbounded ? options.cluster_sequences : 0;
@@ -106,9 +105,6 @@ std::uint64_t codes_bytes_of(const ForwardMemory& memory) {
 std::uint64_t digests_bytes_of(const ForwardMemory& memory) {
   return std::uint64_t{memory.blocks} * memory.planes() * 2 * memory.layout.row_bytes();
 }
-std::uint64_t means_bytes_of(const ForwardMemory& memory) {
-  return std::uint64_t{memory.blocks} * memory.planes() * memory.layout.row_bytes();
-}
 
 }  // namespace
 
@@ -122,7 +118,7 @@ EngineMemoryUse EngineMemory::needed(const EngineOptions& options, const Forward
       .pinned = carve_pinned(slips, listed_blocks(options, memory), nullptr),
       .near_pages = near_bytes_of(memory, memory.near_pages),
       .codes = codes_bytes_of(memory),
-      .digests = (options.digests ? digests_bytes_of(memory) : 0) + (memory.keeps_means ? means_bytes_of(memory) : 0),
+      .digests = options.digests ? digests_bytes_of(memory) : 0,
       .buffers = carve_device(memory, scratch, nullptr)};
 }
 
@@ -147,14 +143,12 @@ void EngineMemory::take_device(const EngineOptions& options, ForwardMemory& memo
   if (memory.near_pages != 0) near_ = device.allocate(near_bytes_of(memory, memory.near_pages));
   codes_ = device.allocate(codes_bytes_of(memory));
   if (options.digests) digests_ = device.allocate(digests_bytes_of(memory));
-  if (memory.keeps_means) means_ = device.allocate(means_bytes_of(memory));
   const std::uint64_t scratch = verbs.scratch_bytes(memory);
   device_ = device.allocate(carve_device(memory, scratch, nullptr));
   (void)carve_device(memory, scratch, device_->data());
   memory.near = near_ ? near_->data() : device_->data();
   memory.codes = codes_->data();
   if (digests_) memory.digests = digests_->data();
-  if (means_) memory.value_means = means_->data();
 }
 
 void EngineMemory::take_pinned(const EngineOptions& options, const ForwardMemory& memory, Device& device) {
@@ -186,7 +180,7 @@ EngineMemoryUse EngineMemory::use() const noexcept {
           .pinned = pinned_->bytes(),
           .near_pages = near_ ? near_->bytes() : 0,
           .codes = codes_->bytes(),
-          .digests = (digests_ ? digests_->bytes() : 0) + (means_ ? means_->bytes() : 0),
+          .digests = digests_ ? digests_->bytes() : 0,
           .buffers = device_->bytes()};
 }
 
@@ -205,7 +199,6 @@ void EngineMemory::clear(const EngineOptions& options, Device& device) {
   // Pages are read up to the last token alone, but vector loads of their neighbours must find numbers.
   fill(codes_->data(), codes_->bytes());
   if (digests_) fill(digests_->data(), digests_->bytes());
-  if (means_) fill(means_->data(), means_->bytes());
   if (near_) fill(near_->data(), near_->bytes());
   std::memset(source->data(), 0xff, kPiece);
   static_assert(kNone == 0xffff'ffffu);

@@ -7,7 +7,7 @@
 #include "scheduler/plan/layer_stacks.hpp"
 #include "sluice/device.hpp"
 #include "sluice/engine.hpp"
-#include "sluice/forward_verbs.hpp"
+#include "sluice/step/forward_verbs.hpp"
 
 namespace sluice::runtime {
 
@@ -61,7 +61,6 @@ class EngineMemory {
   std::unique_ptr<Buffer> near_;
   std::unique_ptr<Buffer> codes_;
   std::unique_ptr<Buffer> digests_;  ///< null unless the options want some
-  std::unique_ptr<Buffer> means_;    ///< likewise
   std::unique_ptr<Buffer> device_;
   std::unique_ptr<Buffer> pinned_;
   std::vector<ForwardMemory> slips_;  ///< [in_flight] alike but for the slip

@@ -126,7 +126,6 @@ void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& op
                 "the policy ranks pages by another kind of digest than EngineOptions::digests has for the "
                 "policies before it; give it an engine of its own");
   if (needs.bucket.pages) options.digests = policy.pages.digest;
-  options.value_means |= policy.rest == RestKind::mean;
   Bucket& bucket = options.largest;
   bucket.top_k |= needs.bucket.top_k;
   bucket.unbounded |= needs.bucket.unbounded;

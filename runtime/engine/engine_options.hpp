@@ -14,8 +14,7 @@ void validate(const EngineOptions& options);
   return {.shape = shape,
           .max_window = options.max_window,
           .digests = options.digests,
-          .cluster_sequences = options.cluster_sequences,
-          .value_means = options.value_means};
+          .cluster_sequences = options.cluster_sequences};
 }
 
 /// Of pages in host memory.

@@ -8,7 +8,7 @@
 
 #include "runtime/far/far_notes.hpp"
 #include "sluice/engine.hpp"
-#include "sluice/forward_memory.hpp"
+#include "sluice/step/forward_memory.hpp"
 #include "sluice/trace.hpp"
 
 namespace sluice::runtime {

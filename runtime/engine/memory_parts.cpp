@@ -1,6 +1,6 @@
 #include "runtime/engine/memory_parts.hpp"
 
-#include "sluice/carver.hpp"
+#include "sluice/step/carver.hpp"
 
 namespace sluice::runtime {
 namespace {
@@ -66,10 +66,6 @@ void carve_partials(Carver& parts, ForwardMemory& m) {
     take(parts, m.fetch_heads, kv_heads(m));
     take(parts, m.fetched_out, heads(m) * m.shape.head_dim);
     take(parts, m.fetched_lse, heads(m));
-  }
-  if (m.keeps_means) {
-    take(parts, m.rest_out, kv_heads(m) * kMostRestParts * m.shape.head_dim);
-    take(parts, m.rest_mass, heads(m) * kMostRestParts * 2);
   }
   if (m.largest.audit) take(parts, m.audit_sums, std::uint64_t{m.largest.rows()} * m.shape.q_heads);
 }

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "sluice/forward_verbs.hpp"
+#include "sluice/step/forward_verbs.hpp"
 
 /// Where the parts of an engine's buffers lie. The sizes are in the ForwardMemory already; `from` null only counts, and
 /// both return the bytes of the whole buffer.

@@ -7,7 +7,7 @@
 #include <stop_token>
 #include <thread>
 
-#include "sluice/forward_memory.hpp"
+#include "sluice/step/forward_memory.hpp"
 
 namespace sluice::runtime {
 

@@ -17,7 +17,7 @@
 #include "runtime/far/sequence_policy.hpp"
 #include "runtime/far/shared_calls.hpp"
 #include "scheduler/heap_bytes.hpp"
-#include "sluice/forward_memory.hpp"
+#include "sluice/step/forward_memory.hpp"
 
 namespace sluice::runtime {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "sluice/forward_memory.hpp"
+#include "sluice/step/forward_memory.hpp"
 
 namespace sluice::runtime {
 

@@ -20,7 +20,7 @@
 #include "runtime/far/far_parts.hpp"
 #include "runtime/far/presence.hpp"
 #include "runtime/far/shares.hpp"
-#include "sluice/forward_memory.hpp"
+#include "sluice/step/forward_memory.hpp"
 
 namespace sluice::runtime {
 

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "sluice/forward.hpp"
+#include "sluice/step/forward.hpp"
 
 namespace sluice::runtime {
 

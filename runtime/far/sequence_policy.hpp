@@ -12,8 +12,8 @@
 #include "runtime/far/rest.hpp"
 #include "runtime/far/shared_calls.hpp"
 #include "scheduler/layer_policy.hpp"
-#include "sluice/forward_memory.hpp"
 #include "sluice/policy.hpp"
+#include "sluice/step/forward_memory.hpp"
 
 namespace sluice::runtime {
 

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <span>
 
-#include "sluice/curve_fit.hpp"
 #include "sluice/policy.hpp"
+#include "sluice/step/curve_fit.hpp"
 
 namespace sluice::scheduler {
 

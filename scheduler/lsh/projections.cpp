@@ -6,7 +6,7 @@
 #include <numbers>
 #include <tuple>
 
-#include "sluice/permutation.hpp"
+#include "sluice/step/permutation.hpp"
 
 namespace sluice::scheduler {
 namespace {

@@ -2,8 +2,8 @@
 
 #include "scheduler/plan/cost_model.hpp"
 #include "scheduler/plan/forward_work.hpp"
-#include "sluice/forward.hpp"
 #include "sluice/policy.hpp"
+#include "sluice/step/forward.hpp"
 
 namespace sluice::scheduler {
 

@@ -245,8 +245,6 @@ std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const
            " digests; set EngineOptions::digests";
   if (by_clusters(spec) && limits.cluster_sequences == 0)
     return "it chooses among clusters on the device; set EngineOptions::cluster_sequences and max_clusters";
-  if (spec.rest == RestKind::mean && !limits.value_means)
-    return "its rest is a mean of values; set EngineOptions::value_means, or write rest=none";
   if (const std::uint64_t least = least_far_tokens(spec, limits.shape); spec.far.min_tokens < least)
     return too_few_far_tokens(spec, least);
   const std::uint64_t window = window_of(spec, limits.shape.page_tokens);
@@ -295,8 +293,6 @@ ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, const RowSh
   } else {
     row.picks = std::min(tokens_per_head(spec, tokens, shape), candidates);
   }
-  if (spec.rest == RestKind::mean && row.ranks())
-    row.rest = std::min(kMostRestPages, ForwardRow::full_before(tokens, shape.page_tokens));
   return row;
 }
 

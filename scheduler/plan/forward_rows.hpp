@@ -6,8 +6,8 @@
 #include <string>
 
 #include "scheduler/layer_policy.hpp"
-#include "sluice/forward.hpp"
 #include "sluice/policy.hpp"
+#include "sluice/step/forward.hpp"
 
 namespace sluice::scheduler {
 
@@ -52,7 +52,6 @@ struct ForwardLimits {
   std::uint32_t max_window = 0;         ///< sinks and recent tokens together
   std::optional<DigestKind> digests{};  ///< of pages
   std::uint32_t cluster_sequences = 0;  ///< that may have clusters on the device
-  bool value_means = false;             ///< of pages
 };
 
 /// What forwards with a policy's rows need to have, if their sequences have up to `tokens` tokens. Of the bucket, the

@@ -5,8 +5,8 @@
 #include <optional>
 #include <utility>
 
-#include "sluice/fetch_share.hpp"
-#include "sluice/int4.hpp"
+#include "sluice/step/fetch_share.hpp"
+#include "sluice/step/int4.hpp"
 
 namespace sluice::scheduler {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "sluice/engine_options.hpp"
-#include "sluice/forward_memory.hpp"
+#include "sluice/step/forward_memory.hpp"
 
 namespace sluice::scheduler {
 

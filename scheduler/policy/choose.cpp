@@ -10,8 +10,8 @@
 
 #include "scheduler/fast_exp.hpp"
 #include "scheduler/policy/scored_set.hpp"
-#include "sluice/order_key.hpp"
-#include "sluice/top_k.hpp"
+#include "sluice/step/order_key.hpp"
+#include "sluice/step/top_k.hpp"
 
 namespace sluice::scheduler {
 

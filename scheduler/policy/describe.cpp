@@ -224,7 +224,6 @@ std::string to_string(const PolicySpec& spec) {
   if (spec.rehearsed) text += " | rehearsed";
   if (chooses(spec)) text += " | " + budget_words(spec.budget);
   if (!spec.far.all()) text += " | far=" + far_words(spec.far);
-  if (spec.rest == RestKind::mean) text += " | rest=mean";
   text += " | " + near_words(spec.near);
   if (spec.bypass_threshold > 0.f) text += " | " + bypass_words(spec);
   if (spec.dense_layers > 0 || spec.dense_every > 0) text += " | dense=" + std::to_string(spec.dense_layers);

@@ -20,7 +20,7 @@
 #include "scheduler/labels/skewed_cache.hpp"
 #include "scheduler/policy/policies.hpp"
 #include "sluice/error.hpp"
-#include "sluice/top_k.hpp"
+#include "sluice/step/top_k.hpp"
 
 namespace sluice::scheduler {
 

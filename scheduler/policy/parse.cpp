@@ -119,12 +119,6 @@ void read_bypass(const Word& value, PolicySpec& spec) {
   }
 }
 
-RestKind read_rest(const Word& value) {
-  if (value.value == "none") return RestKind::none;
-  if (value.value == "mean") return RestKind::mean;
-  value.fail("is no rest; there are none and mean");
-}
-
 struct Stage {
   std::string_view name;
   bool has_value;
@@ -178,7 +172,6 @@ constexpr Stage kStages[] = {
        require_choosing(w, s);
        read_larger_of(w, s.far.min_tokens, s.far.share);
      }},
-    {"rest", true, Room::flat, [](const Word& w, PolicySpec& s) { s.rest = read_rest(w); }},
     {"bypass", true, Room::bypass, read_bypass},
     {"near", true, Room::near, [](const Word& w, PolicySpec& s) { s.near.share = read_share(w); }},
     {"dense", true, Room::dense, [](const Word& w, PolicySpec& s) { s.dense_layers = read_count(w); }},

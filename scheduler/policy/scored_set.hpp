@@ -7,7 +7,7 @@
 #include "scheduler/heap_bytes.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/token_set.hpp"
-#include "sluice/top_p.hpp"
+#include "sluice/step/top_p.hpp"
 
 namespace sluice::scheduler {
 

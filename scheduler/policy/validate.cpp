@@ -128,7 +128,6 @@ void check_enum(const char* field, Enum value, Enum last) {
 void check_enums(const PolicySpec& spec) {
   check_enum("history.tables", spec.history.tables, HistoryTables::slash);
   check_enum("estimate", spec.estimate, Estimate::skewed);
-  check_enum("rest", spec.rest, RestKind::mean);
   check_enum("budget.kind", spec.budget.kind, BudgetKind::drawn);
   check_enum("snapshot.pooling", spec.snapshot.pooling, Pooling::mean);
   check_enum("budget.rule", spec.budget.rule, ProgressRule::certified);
@@ -223,11 +222,6 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
                 spec.bypass_threshold > 0.f,
             "the bypass works with top_k and top_p; fitted, progressive, sampled, verified, within and sample have no "
             "place for it");
-  const bool by_copies = only(Source::exact) && spec.estimate == Estimate::int4;
-  refuse_if(spec.rest != RestKind::none && (!by_copies || (kind != BudgetKind::top_k && kind != BudgetKind::top_p)),
-            "a rest is weighed by 4-bit scores of all tokens; write exact | int4 with top_k or top_p, or rest=none");
-  refuse_if(spec.rest != RestKind::none && spec.bypass_threshold > 0.f,
-            "a head that is bypassed has no rest to weigh; write bypass=off, or rest=none");
   return reasons;
 }
 

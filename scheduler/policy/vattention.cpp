@@ -21,7 +21,7 @@
 #include "scheduler/policy/policies.hpp"
 #include "scheduler/policy/scored_set.hpp"
 #include "scheduler/token_set.hpp"
-#include "sluice/permutation.hpp"
+#include "sluice/step/permutation.hpp"
 
 namespace sluice::scheduler {
 

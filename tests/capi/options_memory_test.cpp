@@ -7,7 +7,6 @@ TEST_CASE("what an engine would take is what it takes", "[capi][options]") {
   auto options = small_options();
   options.near_bytes = 1u << 18;
   options.digests = SLUICE_DIGESTS_BOX;
-  options.value_means = 1;
   auto needed = sized<sluice_memory>(), made = sized<sluice_memory>();
   const auto compare = [&] {
     require_ok(sluice_engine_options_memory_needed(&options, &needed));

@@ -38,7 +38,6 @@ sluice_engine_options unlike_the_defaults() {
   options.policy_bytes = 3u << 20;
   options.max_picks = 100;
   options.digests = SLUICE_DIGESTS_BOX;
-  options.value_means = 1;
   options.max_ranked = 77;
   options.max_window = 55;
   options.cluster_sequences = 3;
@@ -139,8 +138,6 @@ TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[ca
   CHECK(got.dense_tokens == 48);
   CHECK(got.handover == SLUICE_HANDOVER_DEVICE);
   CHECK(got.forecasts == 0);  // The cores that would estimate all keys are those that read the few.
-  CHECK(got.value_means == 0);
-  CHECK(got.reserved == 0);
   auto memory = sized<sluice_memory>();  // And not only back from it.
   auto less = sized<sluice_memory>();
   require_ok(sluice_engine_memory(engine.get(), &memory));
@@ -200,8 +197,6 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   refused({"dense_tokens is 2147483648", "[0, 2147483647]"}, [](auto& o) { o.dense_tokens = 1u << 31; });
   refused({"handover is 4", "SLUICE_HANDOVER_HOST", "sluice_engine_options_init"}, [](auto& o) { o.handover = 4; });
   refused({"forecasts is 2", "0 or 1"}, [](auto& o) { o.forecasts = 2; });
-  refused({"value_means", "must be 0 or 1"}, [](auto& o) { o.value_means = 2; });
-  refused({"reserved is 1", "sluice_engine_options_init"}, [](auto& o) { o.reserved = 1; });
   refused({"prefix_decoded is 2"}, [](auto& o) { o.prefix_decoded = 2; });
   refused({"prefill_lines is 2", "0 or 1"}, [](auto& o) { o.prefill_lines = 2; });
   refused({"pin_threads is 7"}, [](auto& o) { o.pin_threads = 7; });

@@ -1,5 +1,5 @@
 // Rows with scales: what is rounded, and what comes back.
-#include "sluice/e4m3.hpp"
+#include "sluice/step/e4m3.hpp"
 
 #include <bit>
 #include <cmath>

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "sluice/backend.hpp"
+#include "sluice/step/backend.hpp"
 #include "tests/cpu/host_support.hpp"
 #include "tests/support/catch.hpp"
 

@@ -71,7 +71,6 @@ sluice_engine_options options_of(World::Kind kind) {
   options.largest_decode_rows = kRows, options.largest_prefill_rows = kPromptRows, options.largest_prefills = 2;
   options.largest_features = SLUICE_BUCKET_TOP_K | SLUICE_BUCKET_UNBOUNDED | SLUICE_BUCKET_PAGES | SLUICE_BUCKET_AUDIT;
   options.digests = SLUICE_DIGESTS_BOX;
-  options.value_means = 1;
   options.sequences = options.cpu_sequences = kRows;
   options.import_rows = kPromptRows;
   options.threads = 1, options.pin_threads = 0;

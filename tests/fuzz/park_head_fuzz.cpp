@@ -60,7 +60,6 @@ std::unique_ptr<Engine> engine_of(const std::vector<std::uint32_t>& windows, DTy
                         .cpu_sequences = 2,
                         .prompt_queries = 8,
                         .digests = DigestKind::box,
-                        .value_means = true,
                         .prefix_bytes = 0,
                         .threads = 1,
                         .pin_threads = false};

@@ -8,9 +8,9 @@
 #include <span>
 #include <vector>
 
-#include "sluice/backend.hpp"
 #include "sluice/cuda.hpp"
 #include "sluice/device.hpp"
+#include "sluice/step/backend.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/reference.hpp"
 

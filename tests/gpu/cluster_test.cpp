@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "cpu/backend/backend.hpp"
-#include "sluice/permutation.hpp"
+#include "sluice/step/permutation.hpp"
 #include "tests/gpu/gpu_support.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/problem.hpp"

@@ -10,7 +10,6 @@
 #include "sluice/error.hpp"
 #include "tests/gpu/link_rows.hpp"
 #include "tests/support/catch.hpp"
-#include "tests/support/engine_rests.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -59,19 +58,6 @@ TEST_CASE("few far rows that are no numbers show, and others do not", "[engine][
     for (std::size_t i = 0; i < 3 * row; ++i) REQUIRE(std::isnan(out[i]) == (sees && i / row == 1));
   }
   if (most_of(256, kShape.kv_heads) != 0) REQUIRE(engine.stats().asked == 0);
-}
-
-TEST_CASE("a rest is less what crosses the link", "[engine][gpu][link][rest]") {
-  const std::uint32_t near = GENERATE(0u, 4u);
-  CAPTURE(near);
-  const EngineRig rig = rig_of(256);
-  const Story story = rests::story_of(rig, 220, 903);
-  Engine engine(rests::resting(rig, 1, near), rig.device);
-  const char* const text = "exact | int4 | top_k=3 | rest=mean | near=0,sinks=1,recent=4";
-  Teller teller{.story = &story, .id = engine.begin(parse_policy(text))};
-  import_story(engine, rig, teller, 200);
-  rests::goes_on(engine, rig, teller, {.sinks = 1, .recent = 4, .picks = 3}, 20);
-  if (most_of(256, kShape.kv_heads) != 0) REQUIRE(engine.stats().fetched_tokens > 0);
 }
 
 TEST_CASE("layers whose far rows are few wait for no thread, and those that ask find it, whoever waits",

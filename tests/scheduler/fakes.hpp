@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "scheduler/layer_policy.hpp"
-#include "sluice/permutation.hpp"
+#include "sluice/step/permutation.hpp"
 
 namespace sluice::scheduler::test {
 

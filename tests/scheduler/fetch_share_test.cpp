@@ -1,5 +1,5 @@
 // Where lists of far rows are cut, and what a machine's rates advise.
-#include "sluice/fetch_share.hpp"
+#include "sluice/step/fetch_share.hpp"
 
 #include "scheduler/plan/cost_model.hpp"
 #include "tests/support/catch.hpp"

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "sluice/forward_tasks.hpp"
+#include "sluice/step/forward_tasks.hpp"
 #include "tests/support/catch.hpp"
 
 using namespace sluice;
@@ -318,8 +318,7 @@ TEST_CASE("a budget of far tokens that is less than a page or a token per head i
   const Bucket any{.unbounded = true, .pages = true};
   const auto refused = [&](const char* text) {
     const PolicySpec policy = parse_policy(text);
-    return forward_unserved(policy, any,
-                            {.shape = kLayer, .max_window = 9999, .digests = policy.pages.digest, .value_means = true});
+    return forward_unserved(policy, any, {.shape = kLayer, .max_window = 9999, .digests = policy.pages.digest});
   };
   REQUIRE(refused("quest | far=127").find("far=128") != std::string::npos);
   REQUIRE(refused("quest | far=9%").find("far=max(128, SHARE)") != std::string::npos);

@@ -39,11 +39,6 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
   expect(complaint("pages | verified=0.1"), {"verified samples", "exact | verified=0.1"});
   expect(complaint("vattention | far=100"), {"sample that is cut by score", "top_k"});
   expect(complaint("vattention | bypass=0.9"), {"bypass works with"});
-  for (const char* text : {"full", "streaming", "topk", "twilight", "tactic | int4", "lfps | int4 | bypass=off",
-                           "exact | int4 | verified=0.1", "exact | channels=9"})
-    expect(complaint(std::string(text) + " | rest=mean"), {"4-bit scores of all tokens", "exact | int4", "rest=none"});
-  expect(complaint("exact | int4 | rest=mean | bypass=0.8"), {"bypass=off", "rest=none"});
-  expect(complaint("sluice | rest=median"), {"\"median\"", "is no rest; there are none and mean"});
   expect(complaint("exact | within=4"), {"needs exact alone", "exact | skewed=20% | within=4"});
   expect(complaint("exact+pages | skewed=20% | within=4"), {"needs exact alone"});
   expect(complaint("exact | skewed=20%"), {"for within", "within=4"});

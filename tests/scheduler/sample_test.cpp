@@ -1,5 +1,5 @@
 // Sampled attention by its formulas, in float64: unbiased whatever the estimates are worth.
-#include "sluice/sample.hpp"
+#include "sluice/step/sample.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -165,7 +165,7 @@ TEST_CASE("sample is read, described and refused", "[sample][policy]") {
   REQUIRE(parse_policy(to_string(spec)).budget == spec.budget);
   REQUIRE(parse_policy("exact | int4 | sample=max(64, 0.5%)").budget.share == Approx(0.005));
   for (const char* text : {"pages | int4 | sample=64", "exact | sample=64", "exact | int4 | sample=0",
-                           "exact | int4 | sample=64 | bypass=0.9", "exact | int4 | sample=64 | rest=mean",
+                           "exact | int4 | sample=64 | bypass=0.9",
                            "none | sample=64", "exact | int4 | sample=64,draws=all", "exact | int4 | sample"})
     REQUIRE_THROWS_AS(parse_policy(text), Error);
 }

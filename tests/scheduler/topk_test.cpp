@@ -7,8 +7,8 @@
 #include <random>
 
 #include "scheduler/policy/scored_set.hpp"
-#include "sluice/order_key.hpp"
-#include "sluice/top_k.hpp"
+#include "sluice/step/order_key.hpp"
+#include "sluice/step/top_k.hpp"
 #include "tests/scheduler/policy_step.hpp"
 
 using namespace sluice;

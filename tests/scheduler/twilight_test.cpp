@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "scheduler/policy/scored_set.hpp"
-#include "sluice/top_p.hpp"
+#include "sluice/step/top_p.hpp"
 #include "tests/scheduler/pruned_step.hpp"
 
 using namespace sluice;

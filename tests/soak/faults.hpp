@@ -6,7 +6,7 @@
 #include <new>
 #include <thread>
 
-#include "sluice/permutation.hpp"
+#include "sluice/step/permutation.hpp"
 #include "tests/support/failing_new.hpp"
 
 namespace sluice::test {

@@ -7,7 +7,7 @@
 
 #include "cpu/device/fault_injector.hpp"
 #include "sluice/error.hpp"
-#include "sluice/forward_verbs.hpp"
+#include "sluice/step/forward_verbs.hpp"
 #include "tests/soak/faults.hpp"
 #include "tests/support/forwarding.hpp"
 #include "tests/support/random.hpp"

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "cpu/device/host_stream.hpp"
-#include "sluice/forward_verbs.hpp"
+#include "sluice/step/forward_verbs.hpp"
 #include "tests/soak/faults.hpp"
 #include "tests/support/failing_new.hpp"
 #include "tests/support/forwarding.hpp"

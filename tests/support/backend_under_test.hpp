@@ -8,8 +8,8 @@
 #include <span>
 #include <type_traits>
 
-#include "sluice/backend.hpp"
 #include "sluice/device.hpp"
+#include "sluice/step/backend.hpp"
 #include "tests/support/problem.hpp"
 
 namespace sluice::test {

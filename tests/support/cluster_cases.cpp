@@ -7,7 +7,7 @@
 #include <numeric>
 #include <vector>
 
-#include "sluice/permutation.hpp"
+#include "sluice/step/permutation.hpp"
 #include "tests/support/backend_under_test.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/errors.hpp"

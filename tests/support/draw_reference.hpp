@@ -3,8 +3,9 @@
 #include <cstdint>
 #include <optional>
 
-#include "sluice/sample.hpp"
-#include "tests/support/rest_reference.hpp"
+#include "sluice/step/sample.hpp"
+#include "tests/support/reference.hpp"
+#include "tests/support/story.hpp"
 
 namespace sluice::test {
 

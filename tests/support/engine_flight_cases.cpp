@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "sluice/error.hpp"
-#include "sluice/forward.hpp"
+#include "sluice/step/forward.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_lives.hpp"
 #include "tests/support/pause.hpp"

@@ -1,5 +1,5 @@
 // Near rows as a cache of far ones, on every device.
-#include "sluice/forward.hpp"
+#include "sluice/step/forward.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
 

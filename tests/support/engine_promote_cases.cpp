@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "sluice/forward.hpp"
+#include "sluice/step/forward.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
 #include "tests/support/forwarding.hpp"

@@ -3,8 +3,8 @@
 
 #include "cpu/backend/verbs.hpp"
 #include "cpu/kernels/kernels.hpp"
-#include "sluice/backend.hpp"
 #include "sluice/error.hpp"
+#include "sluice/step/backend.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_policies.hpp"
 #include "tests/support/sanitized.hpp"

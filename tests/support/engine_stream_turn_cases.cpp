@@ -6,7 +6,7 @@
 #include <memory>
 #include <thread>
 
-#include "sluice/forward.hpp"
+#include "sluice/step/forward.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
 #include "tests/support/forwarding.hpp"

@@ -6,7 +6,7 @@
 
 #include "sluice/device.hpp"
 #include "sluice/error.hpp"
-#include "sluice/forward_verbs.hpp"
+#include "sluice/step/forward_verbs.hpp"
 
 namespace sluice::test {
 

@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "sluice/int4.hpp"
+#include "sluice/step/int4.hpp"
 #include "tests/support/random.hpp"
 
 /// Estimating and cutting once more in float64, as plainly as possible.

@@ -59,7 +59,6 @@ inline void fill_randomly(PolicySpec& spec, std::mt19937& rng) {
   maybe(spec.dense_layers, below(3));
   maybe(spec.dense_every, below(5));
   maybe(spec.page_tokens, 8u << below(6));
-  maybe(spec.rest, RestKind::mean);
 }
 
 /// A valid one.

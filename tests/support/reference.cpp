@@ -7,7 +7,7 @@
 #include <limits>
 #include <numeric>
 
-#include "sluice/e4m3.hpp"
+#include "sluice/step/e4m3.hpp"
 
 namespace sluice::test {
 namespace {

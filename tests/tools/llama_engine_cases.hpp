@@ -21,7 +21,6 @@ inline EngineOptions engine_options(const tools::Model& model, DType kv_dtype, s
   options.host_bytes = 64 * MiB;
   options.largest = {.decode_rows = 1, .prefill_rows = chunk, .prefills = 1, .max_tokens = 2400, .unbounded = true};
   options.max_picks = 2400;
-  options.value_means = true;
   options.cpu_sequences = 1;
   options.prefill_window = 512;
   options.threads = 2;

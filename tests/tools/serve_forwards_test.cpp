@@ -187,7 +187,7 @@ TEST_CASE("what is attended as a whole by itself is not padded to what is not", 
 }
 
 TEST_CASE("a graph of each size is there before a request is, and attends what enqueued forwards do", "[serve]") {
-  for (const std::string policy : {"sluice | top_k=8 | rest=none | near=0%,sinks=2,recent=8", "full", "topk"}) {
+  for (const std::string policy : {"sluice | top_k=8 | near=0%,sinks=2,recent=8", "full", "topk"}) {
     CAPTURE(policy);
     std::size_t captured = 0;
     Server enqueued(policy, {});

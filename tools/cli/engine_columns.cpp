@@ -3,7 +3,7 @@
 #include <iterator>
 #include <utility>
 
-#include "sluice/int4.hpp"
+#include "sluice/step/int4.hpp"
 
 namespace sluice::tools {
 namespace {

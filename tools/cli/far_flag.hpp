@@ -4,9 +4,9 @@
 #include <string>
 
 #include "scheduler/plan/cost_model.hpp"
-#include "sluice/forward.hpp"
 #include "sluice/placement.hpp"
 #include "sluice/shape.hpp"
+#include "sluice/step/forward.hpp"
 #include "sluice/tensor.hpp"
 #include "tools/cli/text/command.hpp"
 #include "tools/cli/text/report.hpp"

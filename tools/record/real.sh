@@ -5,7 +5,7 @@
 #   RECORD_REAL_TASKS="NAME=FILE ..."  and answers to tasks of `python -m sluice eval --make-tasks`
 # What the CPU chooses is decoded token by token: fewer tokens and prompts are asked of it.
 
-real_by_device='full;sluice;exact | int4 | top_k=max(64, 0.25%) | rest=mean;exact | int4 | top_k=128;twilight;quest;streaming'
+real_by_device='full;sluice;exact | int4 | top_k=128;twilight;quest;streaming'
 real_by_cpu='full;tactic;psa;lfps;vattention;magicpig'
 
 real_parts() {

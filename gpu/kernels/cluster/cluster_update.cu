@@ -11,7 +11,7 @@
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/mma.cuh"
 #include "sluice/page.hpp"
-#include "sluice/permutation.hpp"
+#include "sluice/step/permutation.hpp"
 
 namespace sluice::gpu {
 namespace {

@@ -4,7 +4,6 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/forward/append_row.cuh"
-#include "gpu/kernels/forward/rest_mean.cuh"
 #include "gpu/kernels/index/digest.cuh"
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
@@ -15,16 +14,13 @@ namespace {
 
 using namespace forward;
 
-/// Thread block (x, y): packed row x, KV head y; and row x of those that choose. Behind them, if means are not made
-/// apart, those of KV head y.
+/// Thread block (x, y): packed row x, KV head y; and row x of those that choose.
 template <DType kType>
 __global__ void __launch_bounds__(AppendBlock::kThreads, 1)
     append_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                   const __grid_constant__ ForwardLayer layer) {
   detail::wait_for_kernel_before();
-  if (blockIdx.x < m.bucket.rows()) return append_row<kType>(m, scratch, layer, blockIdx.x, blockIdx.y);
-  __shared__ RestMeanShared<AppendBlock::kThreads> s;
-  put_means<kType>(m, layer.layer, blockIdx.y, s);
+  append_row<kType>(m, scratch, layer, blockIdx.x, blockIdx.y);
 }
 
 /// Thread block (x, y): packed row x, KV head y. The digest of the page that its token has filled: the others of that
@@ -53,15 +49,10 @@ void with_far_type(DType dtype, const Use& use) {
 
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {
   const dim3 grid(memory.bucket.rows(), memory.shape.kv_heads);
-  const bool apart = means_apart(memory.bucket);
-  const dim3 with_means(grid.x + (memory.keeps_means && !apart ? 1 : 0), grid.y);
   const auto stream = static_cast<cudaStream_t>(layer.stream);
   with_far_type(memory.far_layout.dtype, [&](auto type) {
-    OverlappingLaunch(with_means, AppendBlock::kThreads, 0, stream)
+    OverlappingLaunch(grid, AppendBlock::kThreads, 0, stream)
         .run(append_kernel<type()>, "launch the append kernel of a forward", memory, scratch, layer);
-    if (memory.keeps_means && apart)
-      OverlappingLaunch(grid, kRowLanes, 0, stream)
-          .run(mean_rows_kernel<type()>, "launch the kernel of a forward's mean values", memory, layer.layer);
     if (memory.digests == nullptr) return;
     OverlappingLaunch(grid, kRowLanes, 0, stream)
         .run(digest_rows_kernel<type()>, "launch the digest kernel of a forward", memory, layer.layer);
@@ -74,7 +65,6 @@ void load_forward_append_kernels() {
     with_far_type(dtype, [&](auto type) {
       load_kernel(append_kernel<type()>, "load the kernels of a forward");
       load_kernel(digest_rows_kernel<type()>, "load the kernels of a forward");
-      load_kernel(mean_rows_kernel<type()>, "load the kernels of a forward");
     });
   }
 }

@@ -4,7 +4,6 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/head_dims.hpp"
 #include "gpu/kernels/forward/append_row.cuh"
-#include "gpu/kernels/forward/rest_mean.cuh"
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
@@ -32,14 +31,11 @@ struct LayerQueries {
   }
 };
 
-using MeanShared = RestMeanShared<kThreads>;
-
 /// One block does all that `append` does of a KV head: others would take room from those that score.
 template <DType kType>
 __device__ __noinline__ void append(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardLayer& layer,
-                                    std::uint32_t head, MeanShared& s) {
+                                    std::uint32_t head) {
   append_row<kType>(m, scratch, layer, 0, head);
-  if (m.keeps_means) put_means<kType>(m, layer.layer, head, s);
 }
 
 /// Thread block (0, y): what `append` does of the row's KV head y; (x, y): the part x - 1 of its scores.
@@ -47,17 +43,15 @@ template <std::uint32_t kHeadDim, std::uint32_t kFragments>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     append_score_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                         const __grid_constant__ ForwardLayer layer, const __grid_constant__ Foresight foresight,
-                        const ScoreSums sums, const ScoreInt4Shape shape, Cut cut) {
+                        const ScoreInt4Shape shape, Cut cut) {
   __shared__ Shared<kHeadDim> s;
   __shared__ std::uint32_t row_at;
   detail::wait_for_kernel_before();
   const std::uint32_t head = blockIdx.y;
   if (blockIdx.x == 0) {
-    static_assert(sizeof(MeanShared) <= sizeof s && alignof(MeanShared) <= alignof(Shared<kHeadDim>));
-    auto& means = reinterpret_cast<MeanShared&>(s);
-    if (m.far_layout.dtype == DType::bf16) return append<DType::bf16>(m, scratch, layer, head, means);
-    if (m.far_layout.dtype == DType::f16) return append<DType::f16>(m, scratch, layer, head, means);
-    return append<DType::fp8_e4m3>(m, scratch, layer, head, means);
+    if (m.far_layout.dtype == DType::bf16) return append<DType::bf16>(m, scratch, layer, head);
+    if (m.far_layout.dtype == DType::f16) return append<DType::f16>(m, scratch, layer, head);
+    return append<DType::fp8_e4m3>(m, scratch, layer, head);
   }
   if (threadIdx.x == 0) {
     const ForwardStatus status = m.state->status;
@@ -76,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                               .blocks = cut.blocks,
                               .visible = max(tokens, 1u) - 1};
   score_int4::score_part<kHeadDim, kFragments, true>(s, part, head, LayerQueries{layer.q, row_at, head * shape.group},
-                                                     foresight, sums, shape, cut);
+                                                     foresight, shape, cut);
 }
 
 template <class Use>
@@ -97,24 +91,15 @@ bool appends_beside_scores(const ForwardMemory& memory) {
          TunedHeadDims::has(memory.shape.head_dim);
 }
 
-Cut append_score_cut(const ForwardMemory& memory, std::uint32_t multiprocessors) {
-  const std::uint32_t heads = memory.shape.kv_heads;
-  return score_int4::cut_of(heads, memory.scores_in(memory.bucket), score_int4::room_beside(heads, multiprocessors));
-}
-
-std::uint32_t append_score_most_blocks(const ForwardMemory& memory, std::uint32_t multiprocessors) {
-  const std::uint32_t heads = memory.shape.kv_heads;
-  return score_int4::most_blocks(heads, memory.scores_in(memory.largest),
-                                 score_int4::room_beside(heads, multiprocessors));
-}
-
 void launch_forward_append_score(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,
-                                 const ScoreSums& sums, const ScoreInt4Shape& shape) {
-  const Cut cut = append_score_cut(memory, scratch.multiprocessors);
+                                 const ScoreInt4Shape& shape) {
+  const std::uint32_t heads = memory.shape.kv_heads;
+  const Cut cut = score_int4::cut_of(heads, memory.scores_in(memory.bucket),
+                                     score_int4::room_beside(heads, scratch.multiprocessors));
   with_kernel(memory.shape.head_dim, shape.group, [&](auto* kernel) {
-    OverlappingLaunch(dim3(1 + cut.blocks, memory.shape.kv_heads), kThreads, 0, static_cast<cudaStream_t>(layer.stream))
+    OverlappingLaunch(dim3(1 + cut.blocks, heads), kThreads, 0, static_cast<cudaStream_t>(layer.stream))
         .run(kernel, "launch the kernel of a forward that appends and scores", memory, scratch, layer,
-             foresight_of(memory, scratch, layer.layer), sums, shape, cut);
+             foresight_of(memory, scratch, layer.layer), shape, cut);
   });
 }
 

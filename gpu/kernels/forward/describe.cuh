@@ -2,7 +2,7 @@
 
 #include "gpu/kernels/elements.cuh"
 #include "gpu/kernels/forward/forward.hpp"
-#include "sluice/forward_tasks.hpp"
+#include "sluice/step/forward_tasks.hpp"
 
 /// What the kernels behind `append` need to know of rows that choose, by one thread.
 namespace sluice::gpu::forward {

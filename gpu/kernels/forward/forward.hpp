@@ -9,12 +9,11 @@
 #include "gpu/kernels/prefill/flex.hpp"
 #include "gpu/kernels/prefill/prefill.hpp"
 #include "gpu/kernels/select/foresight.hpp"
-#include "gpu/kernels/select/score_cut.hpp"
 #include "gpu/kernels/select/top_k.hpp"
 #include "gpu/kernels/select/top_p.hpp"
 #include "gpu/split_rule.hpp"
-#include "sluice/forward_verbs.hpp"
-#include "sluice/select_verbs.hpp"
+#include "sluice/step/forward_verbs.hpp"
+#include "sluice/step/select_verbs.hpp"
 
 namespace sluice::gpu {
 
@@ -25,12 +24,6 @@ struct ForwardSplitLimits {
   std::uint32_t shared_of_two = 0;  ///< likewise, of a block that leaves a multiprocessor room for another one
   std::uint32_t attend_shared = 0;  ///< likewise, of a block that attends what it finds near; 0: none does
   std::uint32_t max_tokens = 0;   ///< of a sequence whose choice it can mark there
-};
-
-/// What the scores of a forward's rows weigh, as ScoreSums has it; null: no row has a rest.
-struct ScoredRows {
-  float2* sums = nullptr;
-  std::uint32_t blocks = 0;  ///< of a row
 };
 
 /// What the kernels of a forward tell each other, in device memory; see ForwardVerbs::scratch_bytes.
@@ -48,7 +41,6 @@ struct ForwardScratch {
   std::uint64_t cluster_words = 0;
   std::byte* clustering = nullptr;  ///< scratch memory of clusterings, of a few KV heads at a time
   std::uint64_t clustering_bytes = 0;
-  ScoredRows scored{};                   ///< of the bucket
   AttendJob* jobs = nullptr;             ///< [decode_rows, kv_heads, head_blocks]; then as many of fetched rows
   std::uint32_t* counters = nullptr;     ///< [jobs] of AttendArgs
   float* partials = nullptr;             ///< of AttendArgs
@@ -120,12 +112,8 @@ void launch_forward_begin(const ForwardMemory& memory, const ForwardScratch& scr
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 /// Whether the new key and value come in beside the scores of the others, in `score`, and nothing is left to `append`.
 [[nodiscard]] bool appends_beside_scores(const ForwardMemory& memory);
-/// Then: thread blocks of a KV head that score.
-[[nodiscard]] score_int4::Cut append_score_cut(const ForwardMemory& memory, std::uint32_t multiprocessors);
-/// KV heads times such blocks, at most, in any bucket.
-[[nodiscard]] std::uint32_t append_score_most_blocks(const ForwardMemory& memory, std::uint32_t multiprocessors);
 void launch_forward_append_score(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,
-                                 const ScoreSums& sums, const ScoreInt4Shape& shape);
+                                 const ScoreInt4Shape& shape);
 /// What `append` leaves to do for teams: they are described, and their queries go to both sides.
 void launch_forward_teams(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 /// Rehearsed queries of rows that choose, or of teams, to the host.
@@ -151,13 +139,6 @@ void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scr
 /// Then: far rows of a list up to which they may attend these, too, over the link, so that the CPU is not asked for
 /// them; else 0. Not of a list that the CPU adds to.
 [[nodiscard]] std::uint32_t link_rows_of(const ForwardMemory& memory, const ForwardScratch& scratch);
-/// Thread blocks that share a row and KV head there, each of which weighs a part of the row's rest.
-[[nodiscard]] std::uint32_t split_blocks(const ForwardMemory& memory, const ForwardScratch& scratch);
-/// Whether tokens of a page may come with one launch, so that means of pages take another one, and are added up in
-/// `split`: those of a prompt, of a team, and of a sequence that decodes several at once. Else `append` does both.
-[[nodiscard]] constexpr bool means_apart(const Bucket& bucket) noexcept {
-  return bucket.prefills != 0 || bucket.decode_rows != 1 || bucket.drafts != 1;
-}
 void launch_forward_promote(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
 /// Waits for what the CPU chooses for lists [first, last), and describes it.
 void launch_forward_await(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer,

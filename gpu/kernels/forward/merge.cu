@@ -7,8 +7,6 @@
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/prefill/prefill_output.cuh"
-#include "gpu/kernels/select/power_sum.cuh"
-#include "gpu/kernels/select/score_cut.hpp"
 #include "gpu/tuning.hpp"
 #include "sluice/partial.hpp"
 
@@ -38,12 +36,11 @@ constexpr std::uint32_t kThreads = near::kThreads;
 constexpr std::uint32_t kWaiter = kThreads / kWarp - 1;  ///< the warp that waits for the answer
 constexpr std::uint32_t kCenterWarp = kWaiter - 1;       ///< and the one that moves a center meanwhile
 
-/// What was attended near, over the link, and far, and what is left, weighs in a head's output.
+/// What was attended near, over the link, and far weighs in a head's output.
 struct Weights {
   float near = 0.f;
   float fetched = 0.f;
   float far = 0.f;
-  float rest = 0.f;
   float lse = kEmptyLse;
 };
 struct Mass {
@@ -52,69 +49,27 @@ struct Mass {
   __device__ bool is_number() const { return !any || lse > kEmptyLse; }
   __device__ float above(float top) const { return any ? expf(lse - top) : 0.f; }
 };
-__device__ Weights weigh(const Mass& near, const Mass& fetched, const Mass& far, const Mass& rest) {
+__device__ Weights weigh(const Mass& near, const Mass& fetched, const Mass& far) {
   // Keys were attended and weigh nothing that is a number.
-  if (!near.is_number() || !fetched.is_number() || !far.is_number() || !rest.is_number())
-    return {.lse = __int_as_float(0x7fc0'0000)};
-  const float top = fmaxf(fmaxf(near.lse, fetched.lse), fmaxf(far.lse, rest.lse));
+  if (!near.is_number() || !fetched.is_number() || !far.is_number()) return {.lse = __int_as_float(0x7fc0'0000)};
+  const float top = fmaxf(fmaxf(near.lse, fetched.lse), far.lse);
   if (top == kEmptyLse) return {};
   const float a = near.above(top);
   const float b = fetched.above(top);
   const float c = far.above(top);
-  // It is a difference of sums that are known to some 2^-20 of what they are.
-  const float least = 0x1p-18f * (a + b + c);
-  const float d = rest.above(top) >= least ? rest.above(top) : 0.f;
-  const float sum = a + b + c + d;
-  return {.near = a / sum, .fetched = b / sum, .far = c / sum, .rest = d / sum, .lse = top + logf(sum)};
-}
-
-/// Parts that rests come in, of what they weigh and of their values; 0: no row has one.
-struct RestParts {
-  std::uint32_t masses = 0;
-  std::uint32_t means = 0;
-};
-
-/// What a row leaves weighs to a query head, as lse: all that its scores weigh, less what `parts` thread blocks of
-/// `split` say of those that are attended. One warp.
-__device__ float rest_lse_of(const ForwardMemory& m, const ScoredRows& scored, const ForwardRow& row,
-                             std::uint32_t list, std::uint32_t h, std::uint32_t parts) {
-  const std::uint32_t lane = threadIdx.x % kWarp;
-  const std::uint32_t group = m.shape.group();
-  const float2* const all = scored.sums + std::uint64_t{list} * scored.blocks * group + h;
-  const float2* const attended = reinterpret_cast<const float2*>(m.rest_mass_of(list)) + h;
-  const std::uint32_t blocks = min(scored.blocks, (row.tokens - 1) / score_int4::kBlockTokens + 1);
-  const float2 less = lane < parts ? attended[lane * group] : float2{-INFINITY, 0.f};
-  detail::PowerSum sum;
-  for (std::uint32_t i = lane; i < blocks; i += kWarp) sum.add_sum({all[i * group].x, all[i * group].y});
-  sum.add_sum({less.x, less.y}, -1.f);
-  sum.add_lanes();
-  return sum.mass <= 0.f ? kEmptyLse : (sum.top + log2f(sum.mass)) / detail::kLog2E;  // What is NaN stays.
-}
-
-/// Four channels of its value, the same for all heads of the group, in so many parts.
-__device__ float4 rest_value(const ForwardMemory& m, std::uint32_t list, std::uint32_t channel, std::uint32_t parts) {
-  if (parts == 0) return {};
-  const float* const out = m.rest_out_of(list) + channel;
-  float4 sum = *reinterpret_cast<const float4*>(out);
-#pragma unroll
-  for (std::uint32_t p = 1; p < kMostRestParts; ++p) {
-    if (p >= parts) continue;
-    const float4 part = *reinterpret_cast<const float4*>(out + p * m.shape.head_dim);
-    sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
-  }
-  return sum;
+  const float sum = a + b + c;
+  return {.near = a / sum, .fetched = b / sum, .far = c / sum, .lse = top + logf(sum)};
 }
 
 __device__ float part(float weight, float value) { return weight > 0.f ? weight * value : 0.f; }
 
 /// Four channels of a head. All but `fetched` was read already.
 __device__ void put_out(const ForwardLayer& layer, std::byte* row, std::uint32_t channel, const Weights& weights,
-                        const float4& near, const float* fetched, const float4& far, const float4& rest) {
+                        const float4& near, const float* fetched, const float4& far) {
   const float nears[4] = {near.x, near.y, near.z, near.w};
   const float fars[4] = {far.x, far.y, far.z, far.w};
-  const float rests[4] = {rest.x, rest.y, rest.z, rest.w};
   for (std::uint32_t c = 0; c < 4; ++c) {
-    float value = part(weights.near, nears[c]) + part(weights.far, fars[c]) + part(weights.rest, rests[c]);
+    float value = part(weights.near, nears[c]) + part(weights.far, fars[c]);
     if (weights.fetched > 0.f) value += weights.fetched * fetched[c];
     detail::store_number(row, layer.out.dtype, channel + c, weights.lse == weights.lse ? value : weights.lse);
   }
@@ -129,14 +84,12 @@ __device__ void count_error(ForwardState& state, const DrawThresholds& threshold
   if (millionths > ErrorBar::kWide) atomicAdd(reinterpret_cast<unsigned long long*>(&state.wide_bars), 1ull);
 }
 
-/// Thread block i: row i / kv_heads, KV head i % kv_heads. `kTeams`: rows are teams. `rest_parts`: of what rows leave.
-/// `linked`: as in ForwardScratch, null if there is none. The layer's foresight has been used: its candidates are no
+/// Thread block i: row i / kv_heads, KV head i % kv_heads. `kTeams`: rows are teams. `linked`: as in ForwardScratch, null if there is none. The layer's foresight has been used: its candidates are no
 /// more, and centers move.
 template <bool kTeams>
 __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, const ForwardLayer& layer,
-                      const RestParts& rest_parts, const std::uint32_t* linked) {
+                      const std::uint32_t* linked) {
   __shared__ Weights weights[kMaxGroup];
-  __shared__ float rest_lse[kMaxGroup];
   __shared__ ForwardStatus status;
   const std::uint32_t group = m.shape.group();
   const std::uint32_t head_dim = m.shape.head_dim;
@@ -162,14 +115,6 @@ __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, con
     near_listed += far_listed;
     far_listed = 0;
   }
-  const auto rest_out = [&](std::uint32_t at) { return rest_value(m, blockIdx.x, at % head_dim, rest_parts.means); };
-  float4 rests = rest_out(4 * threadIdx.x);
-  for (std::uint32_t h = threadIdx.x / kWarp; h < group && threadIdx.x / kWarp != kWaiter; h += kWaiter) {
-    const ForwardRow here = chooses.in(layer.layer, m.window);
-    const bool any = rest_parts.masses != 0 && here.rest != 0;
-    const float lse = any ? rest_lse_of(m, scratch.scored, here, blockIdx.x, h, rest_parts.masses) : kEmptyLse;
-    if (threadIdx.x % kWarp == 0) rest_lse[h] = lse;
-  }
   const Foresight foresight = foresight_of(m, scratch, layer.layer);
   if (foresight.counts != nullptr && threadIdx.x < group) foresight.counts[first + threadIdx.x] = 0;
   if (!kTeams && foresight.centers != nullptr && list != kNone && threadIdx.x / kWarp == kCenterWarp)
@@ -193,12 +138,10 @@ __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, con
   if (threadIdx.x < group) {
     const std::uint64_t h = first + threadIdx.x;
     const float far_lse = has_far ? __ldcv(m.far_lse + h) : kEmptyLse;
-    const float rest = rest_lse[threadIdx.x];
     const bool fetched = (fetches >> threadIdx.x & 1) != 0;
     const Weights mine = weigh({.any = has_near, .lse = has_near ? near_lse : kEmptyLse},
                                {.any = fetched, .lse = fetched ? m.fetched_lse[h] : kEmptyLse},
-                               {.any = has_far && !(asks && far_lse == kEmptyLse), .lse = far_lse},
-                               {.any = goes_on && rest != kEmptyLse, .lse = goes_on ? rest : kEmptyLse});
+                               {.any = has_far && !(asks && far_lse == kEmptyLse), .lse = far_lse});
     weights[threadIdx.x] = goes_on ? mine : Weights{.lse = __int_as_float(0x7fc0'0000)};
     if (const ForwardRow here = chooses.in(layer.layer, m.window);
         goes_on && here.draws.any() && threadIdx.x < heads)
@@ -213,8 +156,7 @@ __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, con
   for (std::uint32_t at = 4 * threadIdx.x; at < heads * head_dim; at += 4 * kThreads) {
     const std::uint32_t draft = draft_of(at / head_dim);
     std::byte* const out = layer.out.row(packed + draft, head * own + at / head_dim - draft * own);
-    put_out(layer, out, at % head_dim, weights[at / head_dim], near, m.fetched_out + first * head_dim + at, far, rests);
-    rests = rest_out(at + 4 * kThreads);
+    put_out(layer, out, at % head_dim, weights[at / head_dim], near, m.fetched_out + first * head_dim + at, far);
     near = near_out(at + 4 * kThreads);
     far = far_out(at + 4 * kThreads);
   }
@@ -224,10 +166,10 @@ __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, con
 template <bool kTeams>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
-                 const __grid_constant__ ForwardLayer layer, const RestParts rest_parts, const std::uint32_t* linked) {
+                 const __grid_constant__ ForwardLayer layer, const std::uint32_t* linked) {
   detail::wait_for_kernel_before();
   const std::uint32_t merges = m.bucket.decode_rows * m.shape.kv_heads;
-  if (blockIdx.x < merges) return merge<kTeams>(m, scratch, layer, rest_parts, linked);
+  if (blockIdx.x < merges) return merge<kTeams>(m, scratch, layer, linked);
   near::promote<false>(m, scratch, layer.layer, blockIdx.x - merges);
 }
 
@@ -237,14 +179,9 @@ void launch_forward_merge(const ForwardMemory& memory, const ForwardScratch& scr
   const std::uint32_t merges = memory.bucket.decode_rows * memory.shape.kv_heads;
   const std::uint32_t promotes = promotes_beside_merge(memory) ? memory.shape.kv_heads : 0;
   const Before before = memory.handover == Handover::stream ? Before::other : Before::kernel;
-  RestParts parts;
-  if (memory.keeps_means) {
-    parts.masses = split_blocks(memory, scratch);
-    parts.means = means_apart(memory.bucket) ? parts.masses : 1;
-  }
   OverlappingLaunch(merges + promotes, kThreads, 0, static_cast<cudaStream_t>(layer.stream), 1, before)
       .run(memory.drafts == 1 ? merge_kernel<false> : merge_kernel<true>, "launch the merge kernel of a forward",
-           memory, scratch, layer, parts, link_rows_of(memory, scratch) != 0 ? scratch.linked : nullptr);
+           memory, scratch, layer, link_rows_of(memory, scratch) != 0 ? scratch.linked : nullptr);
 }
 
 void load_forward_kernels() {

@@ -112,10 +112,6 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
   if (foreseen && threadIdx.x / kWarp == 1) learn_foreseen(m, work, foresight, s.choice.foreseen);
   if (first) write_jobs(m, scratch, work, listed);
   if (threadIdx.x == 0) tell(m, layer, work, listed);
-  if (work.row.list == kNone || work.row.rest == 0) return;
-  Found attended(s.list, reinterpret_cast<std::uint32_t*>(memory), 2 * Choice::memory(room), marks);
-  weigh_rest(m, work, attended, marks.part(), s.rest);
-  if (means_apart(m.bucket)) put_rest_mean(m, work, marks.part(), memory);
 }
 
 constexpr auto* kernel_for(bool two, bool proposes) {
@@ -129,8 +125,6 @@ constexpr std::uint32_t kLeastRoom = 512;
 constexpr std::uint32_t kLeastRoomOfTwo = 1024;  ///< with less, what a second block gains is lost to heads that miss
 constexpr std::uint32_t kLeastRoomAttended = 1024;  ///< the results of warps that attend lie there, too
 static_assert(Choice::memory(kLeastRoom) * sizeof(Candidate) >= Choice::kLeastBytes);
-static_assert(Choice::memory(kLeastRoom) * sizeof(Candidate) >= sizeof(RestMeanShared<kThreads>));
-static_assert(kMostBlocks <= kMostRestParts);
 static_assert(Choice::memory(kLeastRoomAttended) * sizeof(Candidate) >= NearPart<__nv_bfloat16, 128>::kBytes);
 
 constexpr std::uint64_t room_bytes(std::uint32_t room) { return Choice::memory(room) * sizeof(Candidate); }
@@ -185,11 +179,6 @@ bool attends_in_split(const ForwardMemory& memory, const ForwardScratch& scratch
 std::uint32_t link_rows_of(const ForwardMemory& memory, const ForwardScratch& scratch) {
   if (!attends_in_split(memory, scratch)) return 0;
   return list_link_rows(scratch.link_rows, memory.bucket.decode_rows * memory.shape.kv_heads);
-}
-
-std::uint32_t split_blocks(const ForwardMemory& memory, const ForwardScratch& scratch) {
-  const std::uint32_t attending = attending_blocks(memory, scratch);
-  return attending != 0 ? attending : blocks_of(memory, scratch);
 }
 
 void launch_forward_split(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer) {

@@ -3,7 +3,6 @@
 #include <cuda/atomic>
 
 #include "gpu/kernels/forward/list.cuh"
-#include "gpu/kernels/forward/rest.cuh"
 
 /// What kernels that split a layer's choice into near rows and far ones have in common.
 namespace sluice::gpu::forward {
@@ -12,7 +11,6 @@ struct SplitShared {
   ChoiceShared choice;
   DrawnShared drawn;
   ListShared list;
-  RestShared rest;
 };
 
 /// What a thread block works on: of the cluster (y, z) row z and KV head y.

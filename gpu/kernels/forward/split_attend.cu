@@ -7,7 +7,6 @@
 #include "gpu/kernels/compiled.hpp"
 #include "gpu/kernels/forward/link_part.cuh"
 #include "gpu/kernels/forward/near_part.cuh"
-#include "gpu/kernels/forward/rest.cuh"
 #include "gpu/kernels/forward/split.cuh"
 #include "gpu/kernels/forward/split.hpp"
 #include "gpu/kernels/load.hpp"
@@ -66,8 +65,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     link.fill();
     near.load_queries(score_scale);
   }
-  const bool has_rest = work.row.rest != 0;
-  const Attended attended(m, work, 0, s.rest);
   const bool once = part.count() <= found.turn();  // It is there still.
 #pragma unroll 1
   for (std::uint32_t base = 0; base < part.count(); base += found.turn()) {
@@ -75,7 +72,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (!asks) {
       near.attend(found);
       near.use(found.entries(), found.count());
-      if (has_rest) attended.add<false>(found.tokens(), found.count(), kAttendThreads);
     }
     if (!once) __syncthreads();
   }
@@ -84,12 +80,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     near.conclude();
   }
   __syncthreads();  // Also where the cluster is this block alone.
-  if (has_rest && means_apart(m.bucket)) put_rest_mean(m, work, part, memory);
   detail::cluster_sync_own();
   near.merge(part);
-  constexpr std::uint32_t kPuts = kWarps - kRestHeads;  // The first warp that does: those before it have more to merge.
-  if (has_rest && threadIdx.x / kWarp >= kPuts) attended.put(part.rank(), threadIdx.x / kWarp - kPuts);
-  __syncwarp();
   detail::cluster_sync_own();  // No block ends whose result another one reads.
 }
 

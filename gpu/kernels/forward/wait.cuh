@@ -3,7 +3,7 @@
 #include <cuda/atomic>
 
 #include "gpu/kernels/clock.cuh"
-#include "sluice/forward_memory.hpp"
+#include "sluice/step/forward_memory.hpp"
 
 /// How kernels of a forward wait for the CPU.
 namespace sluice::gpu::forward {

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/task_array.hpp"
-#include "sluice/core_verbs.hpp"
+#include "sluice/step/core_verbs.hpp"
 
 namespace sluice::gpu {
 

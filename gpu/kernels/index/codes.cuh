@@ -2,8 +2,8 @@
 
 #include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/index/rotate.cuh"
-#include "sluice/int4.hpp"
 #include "sluice/page.hpp"
+#include "sluice/step/int4.hpp"
 
 /// One row of a 4-bit copy, by one warp; see Int4Layout. The same operations in the same order as on the CPU, without
 /// contraction: the copies are equal bit by bit.

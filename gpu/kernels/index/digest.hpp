@@ -3,7 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "gpu/kernels/task_array.hpp"
-#include "sluice/select_verbs.hpp"
+#include "sluice/step/select_verbs.hpp"
 
 namespace sluice::gpu {
 

@@ -6,7 +6,7 @@
 
 #include "gpu/kernels/select/foresight.hpp"
 #include "gpu/kernels/task_array.hpp"
-#include "sluice/select_verbs.hpp"
+#include "sluice/step/select_verbs.hpp"
 
 namespace sluice::gpu {
 
@@ -20,28 +20,13 @@ struct ScoreInt4Shape {
   std::uint32_t multiprocessors = 0;
 };
 
-/// What the scores of a launch weigh, soft-capped, added up by each of its thread blocks that has any: device memory.
-struct ScoreSums {
-  /// [tasks, blocks, group] of powers of 2 as detail::PowerSum has them: top, mass; null: nobody wants to know.
-  float2* sums = nullptr;
-  float softcap = 0.f;
-};
-
 /// One launch for all tasks. Copies are 16-byte aligned.
 void launch_make_codes(const TaskArray<CodesTask>& tasks, const PageLayout& layout, cudaStream_t stream);
 void launch_score_int4(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Shape& shape, cudaStream_t stream);
 /// The same for `count` tasks that the device has described: without tails, none longer than `longest`, with lists if
-/// `lists` says that some may have them. Without lists, candidates are found, too, if there are bounds. Sums are
-/// made if they are wanted.
+/// `lists` says that some may have them. Without lists, candidates are found, too, if there are bounds.
 void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uint32_t longest, bool lists,
-                       const Foresight& foresight, const ScoreSums& sums, const ScoreInt4Shape& shape,
-                       cudaStream_t stream);
-/// Thread blocks of a row there; of one that is shorter the first of them have all of it, see score_int4::Cut.
-[[nodiscard]] std::uint32_t score_int4_blocks(std::uint32_t count, std::uint32_t longest,
-                                              std::uint32_t multiprocessors);
-/// Rows times thread blocks of each, of no more rows and none longer.
-[[nodiscard]] std::uint32_t score_int4_most_blocks(std::uint32_t count, std::uint32_t longest,
-                                                   std::uint32_t multiprocessors);
+                       const Foresight& foresight, const ScoreInt4Shape& shape, cudaStream_t stream);
 
 void load_codes_kernels();
 void load_score_int4_kernels();

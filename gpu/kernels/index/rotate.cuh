@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "sluice/int4.hpp"
+#include "sluice/step/int4.hpp"
 
 /// The Hadamard rotation of a head, by a warp; see Int4Layout. The same operations in the same order as on the CPU.
 namespace sluice::gpu::detail {

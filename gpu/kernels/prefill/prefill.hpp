@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "gpu/tuning.hpp"
-#include "sluice/prefill_verbs.hpp"
+#include "sluice/step/prefill_verbs.hpp"
 
 namespace sluice::gpu {
 

@@ -6,8 +6,8 @@
 #include <cstdint>
 
 #include "gpu/kernels/task_array.hpp"
-#include "sluice/int4.hpp"
-#include "sluice/select_verbs.hpp"
+#include "sluice/step/int4.hpp"
+#include "sluice/step/select_verbs.hpp"
 
 namespace sluice::gpu {
 

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "sluice/sample.hpp"
+#include "sluice/step/sample.hpp"
 
 /// Draws of tokens, see sample.hpp: the same bits as on the CPU, by the faster functions of a GPU, which are off by
 /// some 2^-15.

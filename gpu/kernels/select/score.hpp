@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/task_array.hpp"
-#include "sluice/select_verbs.hpp"
+#include "sluice/step/select_verbs.hpp"
 
 namespace sluice::gpu {
 

@@ -49,12 +49,4 @@ inline constexpr std::uint32_t kMostWaves = 4;  ///< of thread blocks, more than
   return std::max(heads, room - std::min(room, heads));
 }
 
-/// Rows times thread blocks of each, at most, of as many rows and fewer, as long and shorter ones.
-[[nodiscard]] constexpr std::uint32_t most_blocks(std::uint32_t rows, std::uint32_t tokens,
-                                                  std::uint32_t room) noexcept {
-  const auto div_up = [](std::uint32_t a, std::uint32_t b) { return (a + b - 1) / b; };
-  const std::uint32_t first = div_up(rows * div_up(div_up(tokens, kBlockTokens), kMostChunks), room);
-  return (first + kMostWaves - 1) * room;
-}
-
 }  // namespace sluice::gpu::score_int4

@@ -62,16 +62,15 @@ __device__ void score_tail(const ScoreInt4Task& task, const Part& part, DType dt
 template <std::uint32_t kHeadDim, std::uint32_t kFragments, bool kForesees>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     score_int4_kernel(const __grid_constant__ TaskArray<ScoreInt4Task> tasks,
-                      const __grid_constant__ Foresight foresight, const ScoreSums sums, const ScoreInt4Shape shape,
-                      Cut cut) {
+                      const __grid_constant__ Foresight foresight, const ScoreInt4Shape shape, Cut cut) {
   __shared__ Shared<kHeadDim> s;
   detail::wait_for_kernel_before();
   if (threadIdx.x == 0) s.task = tasks[blockIdx.y];
   __syncthreads();
   const Part part = part_of(s.task, shape.group, shape.layout.page_tokens, cut);
   if (part.block == cut.blocks) return score_tail<kHeadDim>(s.task, part, shape.dtype, shape.scale);
-  score_part<kHeadDim, kFragments, kForesees>(s, part, blockIdx.y, QueryRows<kHeadDim>{s.task.q}, foresight, sums,
-                                              shape, cut);
+  score_part<kHeadDim, kFragments, kForesees>(s, part, blockIdx.y, QueryRows<kHeadDim>{s.task.q}, foresight, shape,
+                                              cut);
 }
 
 /// Of rows of `total` tokens together, the longest of `longest`.
@@ -83,13 +82,13 @@ Cut cut_for(std::uint64_t total, std::uint32_t longest, std::uint32_t multiproce
 /// One fragment has room for four heads, and is enough, too, where thread blocks have one each: heads with a list of
 /// their own, `grid.z` of them. Rows without lists beside those read their codes once for every four heads.
 template <bool kForesees>
-void launch(const TaskArray<ScoreInt4Task>& tasks, const Foresight& foresight, const ScoreSums& sums,
-            const ScoreInt4Shape& shape, const Cut& cut, const dim3& grid, cudaStream_t stream) {
+void launch(const TaskArray<ScoreInt4Task>& tasks, const Foresight& foresight, const ScoreInt4Shape& shape,
+            const Cut& cut, const dim3& grid, cudaStream_t stream) {
   const bool few = grid.z != 1 || shape.group <= kTileHeads;
   KernelHeadDims::with(shape.layout.head_dim, [&](auto dim) {
     OverlappingLaunch(grid, kThreads, 0, stream)
         .run(few ? score_int4_kernel<dim(), 1, kForesees> : score_int4_kernel<dim(), 2, kForesees>,
-             "launch the score_int4 kernel", tasks, foresight, sums, shape, cut);
+             "launch the score_int4 kernel", tasks, foresight, shape, cut);
   });
 }
 
@@ -110,12 +109,11 @@ void launch_score_int4(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Sha
   }
   if (total == 0 && !tails) return;
   const Cut cut = cut_for(total, longest, shape.multiprocessors);
-  launch<false>(tasks, {}, {}, shape, cut, dim3(cut.blocks + (tails ? 1 : 0), tasks.count, heads), stream);
+  launch<false>(tasks, {}, shape, cut, dim3(cut.blocks + (tails ? 1 : 0), tasks.count, heads), stream);
 }
 
 void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uint32_t longest, bool lists,
-                       const Foresight& foresight, const ScoreSums& sums, const ScoreInt4Shape& shape,
-                       cudaStream_t stream) {
+                       const Foresight& foresight, const ScoreInt4Shape& shape, cudaStream_t stream) {
   if (count == 0 || longest == 0) return;
   TaskArray<ScoreInt4Task> array;
   array.queued = tasks;
@@ -123,19 +121,10 @@ void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uin
   const Cut cut = cut_for(std::uint64_t{count} * longest, longest, shape.multiprocessors);
   const dim3 grid(cut.blocks, count, lists ? shape.group : 1);
   if (foresight.bounds != nullptr && !lists) {
-    launch<true>(array, foresight, sums, shape, cut, grid, stream);
+    launch<true>(array, foresight, shape, cut, grid, stream);
   } else {
-    launch<false>(array, {}, sums, shape, cut, grid, stream);
+    launch<false>(array, {}, shape, cut, grid, stream);
   }
-}
-
-std::uint32_t score_int4_blocks(std::uint32_t count, std::uint32_t longest, std::uint32_t multiprocessors) {
-  if (count == 0) return 0;  // A forward of prompts alone.
-  return cut_for(std::uint64_t{count} * longest, longest, multiprocessors).blocks;
-}
-
-std::uint32_t score_int4_most_blocks(std::uint32_t count, std::uint32_t longest, std::uint32_t multiprocessors) {
-  return most_blocks(count, longest, multiprocessors * kBlocksPerSm);
 }
 
 void load_score_int4_kernels() {

@@ -2,9 +2,7 @@
 
 #include "gpu/kernels/select/draw.cuh"
 #include "gpu/kernels/select/foresight.cuh"
-#include "gpu/kernels/select/power_sum.cuh"
 #include "gpu/kernels/select/score_int4_fragments.cuh"
-#include "gpu/kernels/select/score_int4_sums.cuh"
 
 /// What a thread block scores of a row. Scores that will be candidates for top-k are put aside on the way.
 namespace sluice::gpu::score_int4 {
@@ -63,9 +61,8 @@ __device__ __forceinline__ std::uint32_t score_turn(const Shared<kHeadDim>& s,
 /// is read. `queries`: see QueryRows.
 template <std::uint32_t kHeadDim, std::uint32_t kFragments, bool kForesees, class Queries>
 __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part, std::uint32_t list,
-                                           const Queries& queries, const Foresight& foresight, const ScoreSums& sums,
-                                           const ScoreInt4Shape& shape, const Cut& cut) {
-  __shared__ float2 staged_sums[kWarps][kHeads];
+                                           const Queries& queries, const Foresight& foresight, const ScoreInt4Shape& shape,
+                                           const Cut& cut) {
   constexpr std::uint32_t kAtOnce = kFragments * kTileHeads;
   __shared__ foresight::Staged<kWarps, kAtOnce, kForesees ? 256 / kAtOnce : 1> staged;
   const std::uint32_t group = shape.group;
@@ -118,7 +115,6 @@ __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part
                        .out = s.task.out + std::uint64_t{part.first_head + first + head} * part.stride + lane_row()};
     }
     std::uint32_t found[kFragments] = {};
-    detail::PowerSum weighed[kFragments];
 #pragma unroll 1
     for (std::uint32_t turn = 0; turn < cut.chunks; ++turn) {
       const std::uint32_t at = part.first(turn);
@@ -141,11 +137,11 @@ __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part
         const LaneHead& head = lane_heads[f];
         float scores[kWarpOctets];
         const std::uint32_t hits = all ? score_turn<true, kHeadDim, kFragments, kForesees>(
-                                             s, products, params, f, head, part, at, number, eligible, draws, shape.softcap, scores)
+                                             s, products, params, f, head, part, at, number, eligible, draws,
+                                             shape.softcap, scores)
                                        : score_turn<false, kHeadDim, kFragments, kForesees>(
                                              s, products, params, f, head, part, at, number, eligible, draws,
                                              shape.softcap, scores);
-        if (sums.sums != nullptr) weigh(weighed[f], scores, sums.softcap);
         if constexpr (kForesees) {
           // What is chosen is often close together: most turns have nothing to add, or of one octet.
 #pragma unroll 1
@@ -164,10 +160,6 @@ __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part
         staged.counts[threadIdx.x / kWarp][f * kTileHeads + lane_head()] = found[f];  // The same from all of its lanes.
       __syncthreads();
       finder.write(staged, heads);
-    }
-    if (sums.sums != nullptr) {
-      const std::uint64_t block = std::uint64_t{list} * cut.blocks + part.block;
-      put_sums(weighed, staged_sums, heads, sums.sums + block * group + part.first_head + first);
     }
   }
 }

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/select/top_k.hpp"
-#include "sluice/order_key.hpp"
+#include "sluice/step/order_key.hpp"
 
 /// What the kernels of top-k have in common.
 namespace sluice::gpu::top_k {

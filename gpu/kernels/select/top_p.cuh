@@ -2,7 +2,7 @@
 
 #include "gpu/kernels/mma.cuh"
 #include "gpu/kernels/select/top_p.hpp"
-#include "sluice/order_key.hpp"
+#include "sluice/step/order_key.hpp"
 
 /// What the kernels of top-p share: the order of values, what a pass over a row finds out, and the search. Keys of a
 /// row are those of the values to be chosen from; what is attended anyway, few values as a rule, is read apart.

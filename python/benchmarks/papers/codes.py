@@ -53,7 +53,7 @@ def sizes(queries: torch.Tensor, keys: torch.Tensor) -> Sizes:
 
 
 def int4(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As the engine's copy has what it is made of (include/sluice/int4.hpp): codes 0 to 15, scale and zero of each."""
+    """As the engine's copy has what it is made of (include/sluice/step/int4.hpp): codes 0 to 15, scale and zero of each."""
     least, most = keys.amin(1, keepdim=True), keys.amax(1, keepdim=True)
     scale, zero = half(((most - least) / 15).clamp(2.0 ** -24, 65504)), half(least.clamp(-65504, 65504))
     return ((keys - zero) * (1 / scale)).round().clamp(0, 15), scale, zero

@@ -12,6 +12,9 @@ foreach(file share/doc/sluice/LICENSE include/sluice.h include/sluice/engine.hpp
     message(FATAL_ERROR "${file} was not installed")
   endif()
 endforeach()
+if(EXISTS ${PREFIX}/include/sluice/step)
+  message(FATAL_ERROR "headers of the inside were installed: include/sluice/step")
+endif()
 if(TOOLS)
   # Of the libraries that come along, on systems whose packages have them.
   file(GLOB licences ${PREFIX}/share/doc/sluice/licences/*tbb*.txt)

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "scheduler/plan/cost_model.hpp"
-#include "sluice/int4.hpp"
+#include "sluice/step/int4.hpp"
 #include "tools/cli/text/values.hpp"
 
 namespace sluice::tools {

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <numeric>
 
-#include "sluice/backend.hpp"
+#include "sluice/step/backend.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice::tools {

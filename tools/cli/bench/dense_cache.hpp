@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "sluice/core_verbs.hpp"
 #include "sluice/device.hpp"
+#include "sluice/step/core_verbs.hpp"
 #include "tools/llama/model.hpp"
 
 namespace sluice::tools {

@@ -5,8 +5,8 @@
 #include <new>
 #include <utility>
 
-#include "sluice/backend.hpp"
 #include "sluice/error.hpp"
+#include "sluice/step/backend.hpp"
 #include "sluice/units.hpp"
 #include "tools/cli/bench/device_copies.hpp"
 #include "tools/cli/text/interrupt.hpp"

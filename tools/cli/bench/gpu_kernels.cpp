@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "cpu/device/host_device.hpp"
-#include "sluice/backend.hpp"
+#include "sluice/step/backend.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/device_copies.hpp"
 

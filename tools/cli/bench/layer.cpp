@@ -79,9 +79,6 @@ PolicyLayer::PolicyLayer(const PolicySpec& spec, LayerBatch batch, cpu::Backend&
                                        "': page ranking and the near share are the device's part; use topk, lfps, "
                                        "streaming, or set near=0");
   }
-  if (spec.rest != RestKind::none)
-    throw Error(Errc::unsupported, "bench cpu cannot measure policy '" + spec.name +
-                                       "': its rest is the device's part; write rest=none, or use eval");
   if (spec.budget.kind == BudgetKind::drawn)
     throw Error(Errc::unsupported, "bench cpu cannot measure policy '" + spec.name +
                                        "': sampling is the device's part; write top_k=128, or use bench gpu");

@@ -9,7 +9,7 @@
 #include "cpu/threads/workers.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "sluice/policy.hpp"
-#include "sluice/selection.hpp"
+#include "sluice/step/selection.hpp"
 #include "tools/cli/synthetic/synthetic.hpp"
 
 namespace sluice::tools {

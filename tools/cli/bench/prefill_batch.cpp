@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <chrono>
 
-#include "sluice/backend.hpp"
+#include "sluice/step/backend.hpp"
 #include "tools/cli/text/report.hpp"
 
 namespace sluice::tools {

@@ -6,9 +6,9 @@
 
 #include "cpu/device/host_device.hpp"
 #include "scheduler/prefill_auto.hpp"
-#include "sluice/backend.hpp"
 #include "sluice/error.hpp"
 #include "sluice/share_histogram.hpp"
+#include "sluice/step/backend.hpp"
 #include "tools/cli/bench/batch_rows.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/prefill_automatic.hpp"

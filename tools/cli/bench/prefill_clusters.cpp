@@ -4,8 +4,8 @@
 #include <cmath>
 #include <string>
 
-#include "sluice/backend.hpp"
 #include "sluice/error.hpp"
+#include "sluice/step/backend.hpp"
 #include "tools/cli/bench/device_copies.hpp"
 
 namespace sluice::tools {

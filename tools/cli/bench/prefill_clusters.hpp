@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "sluice/policy.hpp"
-#include "sluice/select_verbs.hpp"
+#include "sluice/step/select_verbs.hpp"
 #include "tools/cli/bench/prefill_layer.hpp"
 
 namespace sluice::tools {

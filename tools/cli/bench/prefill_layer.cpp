@@ -5,8 +5,8 @@
 #include <cstring>
 
 #include "cpu/float16.hpp"
-#include "sluice/backend.hpp"
 #include "sluice/error.hpp"
+#include "sluice/step/backend.hpp"
 #include "tools/cli/bench/device_copies.hpp"
 #include "tools/cli/text/report.hpp"
 

@@ -8,7 +8,7 @@
 
 #include "cpu/threads/workers.hpp"
 #include "sluice/device.hpp"
-#include "sluice/prefill_verbs.hpp"
+#include "sluice/step/prefill_verbs.hpp"
 #include "tools/cli/synthetic/prompt_pattern.hpp"
 
 namespace sluice::tools {

@@ -8,7 +8,7 @@
 #include "scheduler/plan/forward_rows.hpp"
 #include "scheduler/plan/forward_work.hpp"
 #include "sluice/error.hpp"
-#include "sluice/fetch_share.hpp"
+#include "sluice/step/fetch_share.hpp"
 #include "tools/cli/bench/gpu_cases.hpp"
 #include "tools/cli/engine_flags.hpp"
 

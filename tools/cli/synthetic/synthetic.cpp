@@ -5,8 +5,8 @@
 #include <numbers>
 #include <string>
 
-#include "sluice/e4m3.hpp"
 #include "sluice/error.hpp"
+#include "sluice/step/e4m3.hpp"
 #include "sluice/units.hpp"
 #include "tools/cli/synthetic/synthetic_parts.hpp"
 

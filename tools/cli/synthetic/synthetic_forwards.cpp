@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "scheduler/plan/forward_work.hpp"
-#include "sluice/fetch_share.hpp"
+#include "sluice/step/fetch_share.hpp"
 #include "tools/cli/bench/device_copies.hpp"
 #include "tools/cli/text/interrupt.hpp"
 #include "tools/cli/text/report.hpp"

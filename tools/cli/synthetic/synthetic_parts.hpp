@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "sluice/permutation.hpp"
+#include "sluice/step/permutation.hpp"
 
 /// What the keys and the queries of a SyntheticLayer have to agree on, and noise without state.
 namespace sluice::tools::synthetic {

@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "sluice/forward.hpp"
+#include "sluice/step/forward.hpp"
 #include "tools/cli/trace/trace.hpp"
 
 namespace sluice::tools {

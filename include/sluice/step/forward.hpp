@@ -3,9 +3,9 @@
 #include <cstdint>
 
 #include "sluice/bucket.hpp"
-#include "sluice/curve_fit.hpp"
 #include "sluice/progress.hpp"
-#include "sluice/sample.hpp"
+#include "sluice/step/curve_fit.hpp"
+#include "sluice/step/sample.hpp"
 #include "sluice/units.hpp"
 
 /// What describes a forward, in memory of the device. What a launch is given depends on a bucket alone, never on
@@ -40,11 +40,6 @@ struct ForwardClustering {
   std::uint32_t dense_every = 0;
 };
 
-/// Pages at most whose values stand for what is not attended, see ForwardRow::rest.
-inline constexpr std::uint32_t kMostRestPages = 256;
-/// Parts at most that a device weighs a rest in, see ForwardMemory::rest_out.
-inline constexpr std::uint32_t kMostRestParts = 8;
-
 /// A row that chooses: what its query heads may choose from.
 struct ForwardRow {
   std::uint32_t list = kNone;  ///< its sequence's block list; kNone: there is no such row
@@ -75,26 +70,14 @@ struct ForwardRow {
   /// Not 0: each query head chooses, by `picks` or `mass`, of what its history proposes, in slot `proposed` - 1 of
   /// ForwardMemory::proposals; `asks` is as ForwardVerbs::propose finds it in each layer.
   std::uint32_t proposed = 0;
-  /// Not 0: what no query head of a group, or of a team's group, has chosen is to it one token more: as heavy as its
-  /// estimates say, the value the mean of those of as many pages that were full before the newest of `tokens`, see
-  /// rest_page. With ranks() alone.
-  std::uint32_t rest = 0;
 
   /// Whether the device chooses tokens by score: of all, or of those in the pages that it has chosen.
   [[nodiscard]] constexpr bool ranks() const noexcept { return (picks != 0 || mass > 0.f) && clusters.count == 0; }
   /// Whether what is chosen lies in chosen pages, all of whose tokens are attended unless tokens are ranked, too.
   [[nodiscard]] constexpr bool in_pages() const noexcept { return page_picks != 0 && asks == 0; }
-  /// Whether a token is attended by all heads, whatever is chosen.
+  /// Whether a token is attended by all heads, chosen or not.
   [[nodiscard]] constexpr bool in_window(std::uint32_t token) const noexcept {
     return token < sink_end || token >= recent_begin;
-  }
-  /// Pages that are full without its newest token: it may be this one's forward that makes the mean of the last.
-  [[nodiscard]] static constexpr std::uint32_t full_before(std::uint32_t tokens, std::uint32_t page_tokens) noexcept {
-    return tokens == 0 ? 0 : (tokens - 1) / page_tokens;
-  }
-  /// The i-th page of `rest`: they are spread evenly over the full ones.
-  [[nodiscard]] constexpr std::uint32_t rest_page(std::uint32_t i, std::uint32_t page_tokens) const noexcept {
-    return static_cast<std::uint32_t>(std::uint64_t{i} * full_before(tokens, page_tokens) / rest);
   }
   /// Whether all tokens are attended.
   [[nodiscard]] constexpr bool whole() const noexcept { return sink_end == tokens; }
@@ -113,7 +96,6 @@ struct ForwardRow {
     row.microbatch = 0;
     row.asks = 0;
     row.proposed = 0;
-    row.rest = 0;
     row.draws = {};
     row.clusters = {};
     return row;
@@ -219,7 +201,7 @@ struct ForwardBlockCopy {
   std::uint32_t to = 0;
 };
 
-/// When something happened in a forward, by the clock of who did it.
+/// When something happened in a forward, by the clock of the part that did it.
 struct ForwardStamp {
   std::uint64_t forward = 0;
   std::uint64_t ns = 0;
@@ -315,7 +297,7 @@ struct ForwardMailbox {
   struct alignas(64) Answer {
     std::uint64_t answered = 0;
   } answer;
-  /// See ForwardGate. The device closes it before it asks; who opens it, on the host, replaces the very question that
+  /// See ForwardGate. The device closes it before it asks; the host thread that opens it replaces the question that
   /// it was closed for.
   struct alignas(64) Gate {
     std::uint64_t word = ForwardGate::kOpen;

@@ -5,8 +5,8 @@
 #include <span>
 
 #include "sluice/error.hpp"
-#include "sluice/forward_memory.hpp"
 #include "sluice/run_clock.hpp"
+#include "sluice/step/forward_memory.hpp"
 #include "sluice/tensor.hpp"
 
 namespace sluice {
@@ -33,7 +33,7 @@ class ForwardSide {
 /// `append`, `prefill` if the bucket has such rows, `attend_whole` if its other rows are whole, and if they choose,
 /// `rank` if some rank pages, `score` and `choose` if some choose tokens, with `propose` between if
 /// ForwardMemory::proposes, `split`, `attend`, `promote`, `fetch` if the
-/// device fetches (before `promote` if nobody else attends what is far), and `merge`; then `end`. One that is audited
+/// device fetches (before `promote` if it alone attends what is far), and `merge`; then `end`. One that is audited
 /// has `audit` behind `merge`, and `promote` behind that.
 /// One that is traced has a `stamp` before `append` and behind each of these. `apply` and `fill` come before it and are
 /// not part of a graph. One that only brings keys and values in is `begin`, `append` for every layer, `end`. Where
@@ -98,10 +98,6 @@ class ForwardVerbs {
   /// one that the device does not fetch, or something to choose. What one head of a group chose all of them attend.
   virtual void split(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Attends near rows that `split` has not; of teams what some of their rows see and others do not, see ForwardEdge.
-  /// Of rows with a rest the mean of its pages' value_means, float32, in any order, and for each query head the sum of
-  /// the exponentials of its capped scores of the tokens that its group does not attend, of which NaN and -infinity
-  /// weigh nothing: see ForwardMemory::rest_mass. A device may leave that to `split`, and know it to 2^-18 of what is
-  /// attended.
   virtual void attend(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Of a bucket that is whole: its rows attend all tokens, near ones there and far ones over the link, and outputs are
   /// written. Without windows, audits, drafts, and rows with scales.
@@ -126,7 +122,7 @@ class ForwardVerbs {
   /// `merge`, a few lists at a time, in their order: they are attended while the CPU chooses for those behind them.
   virtual void fetch(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Waits for the far part, at most answer_ns by the device's clock, and merges. Where it has none to wait, an answer
-  /// that is not there was given up. The rest, where it weighs anything, is one more part, and in the lse.
+  /// that is not there was given up.
   virtual void merge(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Of each row that chooses: what it asked, what it got, and what the device listed for it, near or far, to pinned
   /// memory. The layer has an lse.

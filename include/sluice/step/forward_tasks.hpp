@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-#include "sluice/forward_memory.hpp"
-#include "sluice/select_verbs.hpp"
+#include "sluice/step/forward_memory.hpp"
+#include "sluice/step/select_verbs.hpp"
 
 /// What a row that chooses asks of the verbs of a Backend, the same on every device. `list` is row * kv_heads + KV
 /// head, `plane` that head's of the layer.

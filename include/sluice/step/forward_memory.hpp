@@ -3,13 +3,13 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "sluice/fetch_share.hpp"
-#include "sluice/forward.hpp"
 #include "sluice/handover.hpp"
 #include "sluice/page.hpp"
 #include "sluice/prefill.hpp"
-#include "sluice/sample.hpp"
 #include "sluice/shape.hpp"
+#include "sluice/step/fetch_share.hpp"
+#include "sluice/step/forward.hpp"
+#include "sluice/step/sample.hpp"
 #include "sluice/trace.hpp"
 
 namespace sluice {
@@ -44,7 +44,6 @@ struct ForwardMemory {
   std::uint32_t promotions = 0;         ///< rows that a plane brings near in one forward, at most
   std::uint32_t max_pages = 0;          ///< of a block list
   std::uint32_t prefill_window = 0;     ///< tokens of keys that a chunk attends at a time, a multiple of page_tokens
-  bool keeps_means = false;             ///< there are `value_means`, and rows may have a rest, see ForwardRow
   /// Chunks may choose blocks of keys, see ForwardChunk::sparse; then a window holds the longest sequence.
   bool sparse_prefill = false;
   PrefillSpec prefill{};  ///< how they do
@@ -58,7 +57,7 @@ struct ForwardMemory {
   std::uint32_t proposal_slots = 0;  ///< sequences whose histories may propose ahead of time
   /// How long a layer's kernels wait for the far part: not at all unless `handover` is Handover::device.
   std::uint64_t answer_ns = 0;
-  Handover handover = Handover::device;  ///< who waits, never automatic
+  Handover handover = Handover::device;  ///< never automatic
   /// [layers] EngineOptions::windows, memory of the host that devices do not read; null: there are none.
   const std::uint32_t* windows = nullptr;
   std::uint32_t dense_tokens = 0;  ///< of a row of a bucket that is whole, at most
@@ -76,7 +75,6 @@ struct ForwardMemory {
   std::byte* near = nullptr;       ///< [planes, near_pages] pages, whose rows hold any tokens of their plane
   std::byte* codes = nullptr;      ///< [planes, blocks] 4-bit copies, see Int4Layout
   std::byte* digests = nullptr;    ///< [planes, blocks, 2, head_dim] of full pages, as the dtype; null: none
-  std::byte* value_means = nullptr;  ///< [planes, blocks, head_dim] of the values of pages, as the dtype; null: none
   std::uint32_t* lists = nullptr;  ///< [stacks, list_count, max_pages] blocks; for the verbs of a layer its stack's
   float* key_means = nullptr;      ///< [list_count, planes, head_dim] of layers without windows, see Int4Layout
   /// [planes, blocks * page_tokens] near row of the plane | kNearBit, or | kComingBit while it is being filled, or the
@@ -111,11 +109,6 @@ struct ForwardMemory {
   std::uint32_t* far_windows = nullptr;  ///< [decode_rows, kv_heads] not 0: sinks or recent tokens are among them
   float* near_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
   float* near_lse = nullptr;             ///< [decode_rows, q_heads]
-  // Of rows with a rest, if it keeps_means, in as many parts as a device makes of it:
-  float* rest_out = nullptr;  ///< [decode_rows, kv_heads, kMostRestParts, head_dim] its value is the sum
-  /// [decode_rows, kv_heads, kMostRestParts, group, 2] top and mass: on the CPU it weighs exp(top) * mass; on a GPU the
-  /// parts are what is attended, exp2(top) * mass each, to be taken off all that `score` has added up.
-  float* rest_mass = nullptr;
   // As near_out and near_lse, of far rows that the device attends over the link, if it fetches().
   std::uint32_t* fetch_heads = nullptr;  ///< [decode_rows, kv_heads] bit h: query head h attends some
   float* fetched_out = nullptr;          ///< [decode_rows, q_heads, head_dim]
@@ -216,7 +209,7 @@ struct ForwardMemory {
   [[nodiscard]] constexpr ForwardMemory teams() const noexcept { return teams(bucket.drafts); }
   /// Query heads of the model for a KV head.
   [[nodiscard]] constexpr std::uint32_t own_group() const noexcept { return shape.group() / drafts; }
-  /// Who asks as query head `head` of a row that chooses.
+  /// Whose query is query head `head` of a row that chooses.
   struct Asker {
     std::uint32_t draft = 0;  ///< packed row, counted from the team's first
     std::uint32_t head = 0;   ///< of the model
@@ -377,17 +370,6 @@ struct ForwardMemory {
   /// The digest of a block of a plane: hi, then lo.
   [[nodiscard]] constexpr std::byte* digest_of(std::uint32_t plane, std::uint32_t block) const noexcept {
     return digests + far_page(plane, block) * 2 * layout.row_bytes();
-  }
-  /// The mean of a block's values.
-  [[nodiscard]] constexpr std::byte* value_mean_of(std::uint32_t plane, std::uint32_t block) const noexcept {
-    return value_means + far_page(plane, block) * layout.row_bytes();
-  }
-  /// The rest of a list, its first part; the others follow.
-  [[nodiscard]] constexpr float* rest_out_of(std::uint32_t list) const noexcept {
-    return rest_out + std::uint64_t{list} * kMostRestParts * shape.head_dim;
-  }
-  [[nodiscard]] constexpr float* rest_mass_of(std::uint32_t list) const noexcept {
-    return rest_mass + std::uint64_t{list} * kMostRestParts * shape.group() * 2;
   }
   /// What query head 0 found out about a chunk of a forward in a layer; the other heads follow.
   [[nodiscard]] constexpr PrefillChoice* choices_of(std::uint64_t forward, std::uint32_t layer,

@@ -3,10 +3,10 @@
 #include <string>
 #include <vector>
 
-#include "sluice/core_verbs.hpp"
 #include "sluice/error.hpp"
-#include "sluice/prefill_verbs.hpp"
-#include "sluice/select_verbs.hpp"
+#include "sluice/step/core_verbs.hpp"
+#include "sluice/step/prefill_verbs.hpp"
+#include "sluice/step/select_verbs.hpp"
 
 namespace sluice {
 

@@ -39,7 +39,7 @@ struct PrefillTask {
   std::uint32_t key_end = kNone; ///< kNone: first + count
   std::uint32_t reach = 0;       ///< keys that a query sees, its own included; 0: all. Not with `blocks`
   /// [group, prefill_blocks(first, count), prefill_mask_words(first + count)] or null: bit J % 32 of word J / 32 is set if
-  /// the queries of that block attend key block J. Positions are absolute, whatever the window. Memory that the
+  /// the queries of that block attend key block J. Positions are absolute, not of the window. Memory that the
   /// backend's kernels read.
   const std::uint32_t* blocks = nullptr;
   float* lse = nullptr;  ///< [count, group] or null: receives the natural log of the sum of exponentials

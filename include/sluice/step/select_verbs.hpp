@@ -5,13 +5,13 @@
 #include <cstdint>
 #include <span>
 
-#include "sluice/curve_fit.hpp"
 #include "sluice/error.hpp"
-#include "sluice/int4.hpp"
 #include "sluice/page.hpp"
 #include "sluice/progress.hpp"
-#include "sluice/sample.hpp"
 #include "sluice/shape.hpp"
+#include "sluice/step/curve_fit.hpp"
+#include "sluice/step/int4.hpp"
+#include "sluice/step/sample.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice {
@@ -20,12 +20,6 @@ class Stream;
 
 /// Digest of one full page, written to `out` [2, head_dim] in the layout's dtype.
 struct DigestTask {
-  const std::byte* page = nullptr;
-  std::byte* out = nullptr;
-};
-
-/// Mean of the values of one full page, written to `out` [head_dim]: float32, summed in the order of the rows.
-struct ValueMeanTask {
   const std::byte* page = nullptr;
   std::byte* out = nullptr;
 };
@@ -72,7 +66,7 @@ struct ScoreInt4Task {
   std::uint32_t tokens = 0;               ///< visible, of those that have copies
   const std::uint32_t* lists = nullptr;   ///< [group, listed] or null; memory that the kernels read, when they run
   std::uint32_t listed = 0;               ///< pages per query head
-  /// Tokens before `sinks`, and from `recent` on, are attended whatever is chosen; sinks is at most `recent`. Without
+  /// Tokens before `sinks`, and from `recent` on, are attended, chosen or not; sinks is at most `recent`. Without
   /// lists they have values, too, and only are no candidates.
   std::uint32_t sinks = 0;
   std::uint32_t recent = kNone;
@@ -234,7 +228,6 @@ class SelectVerbs {
   virtual ~SelectVerbs() = default;
 
   virtual void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) = 0;
-  virtual void mean_values(std::span<const ValueMeanTask> tasks, const PageLayout& layout, Stream* stream) = 0;
   virtual void make_codes(std::span<const CodesTask> tasks, const PageLayout& layout, Stream* stream) = 0;
   virtual void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
   virtual void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,

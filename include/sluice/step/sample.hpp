@@ -11,7 +11,7 @@ namespace sluice {
 /// A query head perturbs the estimate e of each candidate by a Gumbel draw g and attends the M largest sums phi = e +
 /// g: priority sampling (Duffield, Lund, Thorup, J. ACM 2007), as Gumbel top-k (Kool, van Hoof, Welling, arXiv
 /// 1903.06059). Its weight exp(s) is divided by the chance pi that the token was drawn, so that numerator and
-/// denominator of the softmax are unbiased whatever the estimates are worth (Horvitz and Thompson, 1952): the logit is
+/// denominator of the softmax are unbiased, however good the estimates are (Horvitz and Thompson, 1952): the logit is
 /// s - ln pi.
 ///
 /// Given the draws of all other tokens, a head draws a token if its phi exceeds the head's threshold: the (M+1)-th
