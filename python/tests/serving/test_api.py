@@ -17,6 +17,7 @@ from sluice.serving.guard import Guard
 from sluice.serving.process import EngineLost, Ready, Settings
 from sluice.serving.requests import Event, Status
 from small import tokenizer
+from waiting import DEADLINE_S
 
 LIMIT = 512
 
@@ -58,7 +59,7 @@ class Words:
 
     def encode(self, text: str, **options: Any) -> list[int]:
         self.calls += 1
-        assert self.free.wait(60)
+        assert self.free.wait(DEADLINE_S)
         return tokenizer().encode(text, **options)
 
 
@@ -70,7 +71,7 @@ class Site:
 
     async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=DEADLINE_S) as client:
             return await client.request(method, path, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
@@ -242,7 +243,7 @@ def test_prompts_of_clients_that_are_gone_are_not_read(site: Site) -> None:
         while site.words.calls == 0:
             await asyncio.sleep(0.01)
         gone.set()
-        await asyncio.wait_for(asyncio.gather(*asked), 60)  # Though the first one is still being read.
+        await asyncio.wait_for(asyncio.gather(*asked), DEADLINE_S)  # Though the first one is still being read.
         site.words.free.set()
         assert (await site.send("POST", "/v1/completions", json={"model": "tiny", "prompt": "a"})).status_code == 200
     asyncio.run(check())
@@ -258,7 +259,7 @@ def test_a_server_that_ends_reads_no_more(site: Site) -> None:
             while site.words.calls == 0:
                 await asyncio.sleep(0.01)
         site.words.free.set()
-        await asyncio.wait(asked, timeout=60)
+        await asyncio.wait(asked, timeout=DEADLINE_S)
         assert all(each.done() for each in asked)
     asyncio.run(check())
     assert site.words.calls == 1
