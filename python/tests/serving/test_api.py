@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from bodies import fits
 from sluice.serving.answering import Front
 from sluice.serving.api import create_app
 from sluice.serving.guard import Guard
@@ -327,6 +328,18 @@ def test_openapi(site: Site) -> None:
     told = site.get("/openapi.json").json()
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/health"} <= told["paths"].keys()
     assert "response_format" in told["components"]["schemas"]["ChatRequest"]["properties"]
+    for calls in told["paths"].values():
+        for call in calls.values():  # Also those that the web server itself gives.
+            assert {"200", "400", "408", "413", "503"} <= call["responses"].keys() and "422" not in call["responses"]
+    for path, status, body in (("/v1/models", 200, None), ("/v1/models/tiny", 200, None), ("/v1/models/x", 404, None),
+                               ("/health", 200, None), ("/tokenize", 200, {"prompt": "the cat"}),
+                               ("/tokenize", 200, {"prompt": "the cat", "return_token_strs": True}),
+                               ("/detokenize", 200, {"tokens": [1]}), ("/detokenize", 400, {"tokens": ["x"]})):
+        answer = asyncio.run(site.send("GET" if body is None else "POST", path, **({"json": body} if body else {})))
+        route = "/v1/models/{model}" if path.startswith("/v1/models/") else path
+        call = told["paths"][route]["get" if body is None else "post"]
+        schema = call["responses"][str(status)]["content"]["application/json"]["schema"]
+        assert answer.status_code == status and fits(answer.json(), schema, told["components"]["schemas"]), answer.text
     assert error_of(Site(api_keys=("secret",)).get("/openapi.json"), 401)
 
 
