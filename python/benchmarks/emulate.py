@@ -5,8 +5,8 @@
 tools/train, or tests/data/testbed). A prompt is read densely but for its last 24 tokens; these and the answer of dense
 attention are read on by every choice side by side, each with the keys and values that its own outputs lead to. Counted
 are answers of which every step has dense attention's likeliest token, and the divergence of the distributions. Sums are
-float32, activations, keys and values bf16, scores exact. Of a KV head what any of its query heads chose is attended, with
-4 sinks and 128 recent tokens, as the engine does it.
+float32, activations, keys and values bf16, scores exact. Of a KV head what any of its query heads chose is attended,
+with 4 sinks and 128 recent tokens, as the engine does it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ class Choice(NamedTuple):
     noise: float = 0.0  # relative, of outputs
 
 
-CHOICES = (Choice("dense"), Choice("floor: sums 1e-3 apart", noise=1e-3), Choice("64", 64), Choice("64, mean", 64, rest=1),
+CHOICES = (Choice("dense"), Choice("floor: sums 1e-3 apart", noise=1e-3), Choice("64", 64),
+           Choice("64, mean", 64, rest=1),
            *(Choice(f"64, page {page}", 64, rest=page) for page in PAGES), Choice("64 by value, mean", 64, True, 1),
            Choice("64 by value, page 64", 64, True, 64), Choice("128, mean", 128, rest=1),
-           Choice("256 by value, mean", 256, True, 1), Choice("1%, mean", 0.01, rest=1), Choice("4%, mean", 0.04, rest=1))
+           Choice("256 by value, mean", 256, True, 1), Choice("1%, mean", 0.01, rest=1),
+           Choice("4%, mean", 0.04, rest=1))
 
 
 class Prompt:
@@ -97,7 +99,8 @@ class Emulated:
         return x + (F.silu(y @ gate) * (y @ up)) @ down
 
     def read(self, ids) -> Prompt:
-        x, positions, kept = self.weights["model.embed_tokens.weight"][ids], torch.arange(len(ids), device=self.device), []
+        x, kept = self.weights["model.embed_tokens.weight"][ids], []
+        positions = torch.arange(len(ids), device=self.device)
         for layer in range(self.layers):
             q, k, v = self._projected(x, layer, positions)
             out = F.scaled_dot_product_attention(q[None], k.repeat_interleave(self.group, 0)[None],
@@ -107,14 +110,15 @@ class Emulated:
         return Prompt(kept)
 
     def step(self, token, position: int, prompt: Prompt, tail: list, attended: list):
-        """Log probabilities [choices, vocabulary] of the token behind this one. `tail` keeps each choice's keys and values."""
+        """Log probabilities [choices, vocabulary] of the token behind this one. `tail` keeps each choice's keys and
+        values."""
         x = self.weights["model.embed_tokens.weight"][token].expand(len(CHOICES), -1)
         at = torch.full((len(CHOICES),), position, device=self.device)
         for layer in range(self.layers):
             q, k, v = (each.transpose(0, 1).float() for each in self._projected(x, layer, at))
             tail[layer].append((k, v))
-            out, share = self._attend(q.reshape(len(CHOICES), self.kv_heads, self.group, self.dim), layer, position, prompt,
-                                      tail[layer])
+            out, share = self._attend(q.reshape(len(CHOICES), self.kv_heads, self.group, self.dim), layer, position,
+                                      prompt, tail[layer])
             attended.append(share)
             x = self._added(x, out.reshape(len(CHOICES), -1).to(x.dtype), layer)
         x = self._norm(x, self.weights["model.norm.weight"])
@@ -129,7 +133,8 @@ class Emulated:
         weights, own = (scores - top).exp(), (own - top).exp()
         kept = weights * chosen[:, :, None]
         left = weights - kept
-        out = torch.einsum("ckgn,knd->ckgd", kept, prompt.values[layer]) + torch.einsum("ckgt,cktd->ckgd", own, own_values)
+        out = torch.einsum("ckgn,knd->ckgd", kept, prompt.values[layer])
+        out = out + torch.einsum("ckgt,cktd->ckgd", own, own_values)
         mass = weights.sum(-1) + own.sum(-1)
         for c, choice in enumerate(CHOICES):
             if choice.tokens and choice.rest == 0:
@@ -162,7 +167,8 @@ class Emulated:
 
 
 def answer(model: Emulated, text: str, right: str) -> dict:
-    """Of one prompt: by choice whether all of the answer is the same, the divergence at each of its steps, what is attended."""
+    """Of one prompt: by choice whether all of the answer is the same, the divergence at each of its steps, what is
+    attended."""
     ids = torch.tensor([BOS, *text.encode()], device=model.device)
     prompt = model.read(ids[:-LAST])
     tail, attended, position = [[] for _ in range(model.layers)], [], len(ids) - LAST
@@ -179,7 +185,8 @@ def answer(model: Emulated, text: str, right: str) -> dict:
             break
         logs = model.step(likeliest[0], position, prompt, tail, attended)
         position += 1
-    return {"same": same.cpu(), "divergence": torch.stack(divergence).cpu(), "attended": torch.stack(attended).mean(0).cpu(),
+    return {"same": same.cpu(), "divergence": torch.stack(divergence).cpu(),
+            "attended": torch.stack(attended).mean(0).cpu(),
             "right": bytes(token for token in said if token < BOS).decode(errors="replace") == right}
 
 
@@ -201,18 +208,21 @@ def main() -> None:
             break
         found.append(answer(model, each["prompt"], each["answer"]))
         steps = torch.cat([one["divergence"] for one in found])
-        report = {"task": wants.task, "prompts": len(found), "dense_right": sum(one["right"] for one in found), "choices": {
+        choices = {
             choice.name: {"same": sum(int(one["same"][c]) for one in found), "kl": float(steps[:, c].double().mean()),
                           "worst": float(steps[:, c].max()),
                           "attended": float(torch.stack([one["attended"] for one in found])[:, c].mean())}
-            for c, choice in enumerate(CHOICES)}}
+            for c, choice in enumerate(CHOICES)}
+        report = {"task": wants.task, "prompts": len(found), "dense_right": sum(one["right"] for one in found),
+                  "choices": choices}
         if wants.output:
             wants.output.write_text(json.dumps(report, indent=1) + "\n")
     if not found:
         raise SystemExit("no prompt of that task")
     print(f"{report['prompts']} prompts, dense attention right in {report['dense_right']}")
     for name, row in report["choices"].items():
-        print(f"{name:24s} same {row['same']:4d}  KL {row['kl']:.1e}  worst {row['worst']:.1e}  attended {row['attended']:.0f}")
+        print(f"{name:24s} same {row['same']:4d}  KL {row['kl']:.1e}  worst {row['worst']:.1e}  "
+              f"attended {row['attended']:.0f}")
 
 
 if __name__ == "__main__":
