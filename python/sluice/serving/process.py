@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from sluice.errors import Error
@@ -25,6 +25,7 @@ class Settings:
     """Of a model and its engine."""
 
     model: str  #: a folder, or a name that transformers knows
+    _: KW_ONLY
     adapter: str | None = None  #: a folder of peft's
     policy: str = "sluice"
     host_bytes: int = 8 << 30
