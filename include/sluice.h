@@ -287,7 +287,7 @@ SLUICE_API sluice_status sluice_engine_preempt(sluice_engine* engine, sluice_seq
 SLUICE_API sluice_status sluice_engine_fork(sluice_engine* engine, sluice_sequence sequence, uint32_t tokens,
                                             const char* policy, sluice_sequence* child);
 /// Takes the newest tokens back, until there are `tokens`, and what was learnt from them, as far back as with fork.
-/// Errors as of fork.
+/// Names of tokens behind those are forgotten. If there are as many, nothing changes. Errors as of fork.
 SLUICE_API sluice_status sluice_engine_truncate(sluice_engine* engine, sluice_sequence sequence, uint32_t tokens);
 /// Bytes that a sequence takes that is parked now. `model`: what keys and values are of, such as name and revision of a
 /// model and its adapter, 4 KiB at most; null: "". Of the next two, too: resuming the sequence takes the same text.

@@ -132,7 +132,7 @@ class Engine {
   /// - where prompts choose blocks (EngineOptions::prefill), a prompt of which a part was found attends as one that was
   ///   cut into chunks there. What a chunk chooses depends on where it begins, and PrefillMode::automatic on those
   ///   before it; to get the same for all, cut all where pages may end.
-  /// A fork has its parent's names, and those of a page have to be right: they are what others believe.
+  /// A fork has its parent's names of the tokens it begins with. Those of a page have to be right: others believe them.
   /// @throws Error{Errc::invalid_argument} if tokens before `first` have no names, or one that it has, or that is
   /// planned, has another; Error{Errc::out_of_capacity} if they are more than a sequence may have
   void name_tokens(SequenceId sequence, std::uint32_t first, std::span<const std::int32_t> ids);
@@ -155,7 +155,7 @@ class Engine {
   [[nodiscard]] SequenceId fork(SequenceId sequence, std::uint32_t tokens, const PolicySpec& policy);
   /// Takes the newest tokens back, until there are `tokens`: drafts that were not accepted. What a policy that chooses
   /// on the CPU has learnt from them is taken back as the class says, or the policy begins again. The next token that
-  /// is decoded pays for that, about as much as was spent on learning.
+  /// is decoded pays for that, about as much as was spent on learning. If there are as many, nothing changes.
   /// @throws Error{Errc::invalid_argument}, Error{Errc::unsupported}, Error{Errc::timeout} as in `fork`
   void truncate(SequenceId sequence, std::uint32_t tokens);
   /// Writes all that a sequence is to memory of the caller, which a sequence begins with that is resumed from it: keys

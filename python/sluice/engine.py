@@ -117,7 +117,8 @@ class Engine(Closing):
 
     def truncate(self, sequence: int, tokens: int) -> None:
         """Takes the newest tokens back, until there are `tokens`, and what was learnt from them, as far back as `fork`
-        does."""
+        does. Names of tokens that are left stay, those behind them are forgotten; as many tokens as there are change
+        nothing."""
         self._call(self._library.engine_truncate, sequence, _unsigned("tokens", tokens))
 
     def park_bytes(self, sequence: int, model: str = "") -> int:

@@ -54,7 +54,7 @@ def options(words: list[str]) -> list[str]:
 
 @functools.cache
 def help_of(*command: str) -> str:
-    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{' '.join(command)} --help: {done.stderr}"
     return done.stdout
 

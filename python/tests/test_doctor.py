@@ -10,7 +10,7 @@ def command(*arguments: str, blocked: tuple[str, ...] = ()) -> subprocess.Comple
     """`python -m sluice`, in a Python without some modules."""
     program = (f"import sys, runpy; sys.modules.update(dict.fromkeys({blocked!r})); "
                "sys.argv = ['sluice', *sys.argv[1:]]; runpy.run_module('sluice', run_name='__main__')")
-    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=600)
 
 
 def test_doctor_without_torch() -> None:

@@ -130,6 +130,27 @@ def test_prompts_that_are_known_in_part(make: Make) -> None:
     assert engine.memory().far_pages_cached > 0
 
 
+@pytest.mark.parametrize("there", [0, 20, 32])
+def test_names_of_a_prompt_to_come(make: Make, there: int) -> None:
+    """Stay where a truncation takes nothing back; else those behind what is left go."""
+    engine = make()
+    mixed, _ = buckets(engine)
+    prompt, story = list(range(60)), Story(8)
+    a = engine.begin("full", prompt)
+    if there:
+        forward(engine, mixed, (a, story, 0, there, True))
+    engine.truncate(a, there)
+    with pytest.raises(sluice.InvalidArgument, match="names of its first 60 tokens"):
+        engine.name_tokens(a, 61, [0])
+    with pytest.raises(sluice.InvalidArgument, match="keep no more than it has"):
+        engine.truncate(a, there + 1)
+    forward(engine, mixed, (a, story, there, 60 - there, True))
+    assert engine.match_prefix("full", prompt) == 48  # Whole pages of 16.
+    engine.truncate(a, 59)
+    with pytest.raises(sluice.InvalidArgument, match="names of its first 59 tokens"):
+        engine.name_tokens(a, 60, [0])
+
+
 @pytest.mark.parametrize("with_queries", [False, True])
 def test_import(make: Make, with_queries: bool) -> None:
     engine = make(POLICIES[1])

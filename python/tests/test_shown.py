@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess:
     # No GPU, also where there is one: what is to be seen is the same everywhere.
-    return subprocess.run([PROGRAM, *words], cwd=folder, capture_output=True, text=True, timeout=120,
+    return subprocess.run([PROGRAM, *words], cwd=folder, capture_output=True, text=True, timeout=600,
                           stdin=subprocess.DEVNULL, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
 
 
@@ -117,7 +117,7 @@ def test_the_program_runs(command: Shown, folder: Path) -> None:
 def test_doctor_of_the_package() -> None:
     """The one command of the package that needs no more than the package."""
     words = next(each.words for each in shown.OF_THE_PACKAGE if each.words[3] == "doctor")
-    done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and done.stdout, done.stderr
 
 

@@ -36,7 +36,7 @@ class Counter(threading.Thread):
 
 def until_it_is_in_a_call(engine: sluice.Engine) -> None:
     """Until another thread is."""
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 600
     while engine._lock.acquire(blocking=False):
         engine._lock.release()
         assert time.monotonic() < ends

@@ -16,7 +16,7 @@ bool Engine::Impl::learns_on(const Sequence& sequence, std::uint32_t tokens) con
 }
 
 void Engine::Impl::take_back_choices(Sequence& sequence, std::uint32_t tokens) {
-  if (tokens == sequence.tokens || !sequence.policy) return;
+  if (!sequence.policy) return;
   if (learns_on(sequence, tokens)) {
     // A forward behind drafts that are rejected now may have chosen in vain, with them visible.
     sequence.policy->keep_at_most(tokens);

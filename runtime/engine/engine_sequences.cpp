@@ -119,8 +119,12 @@ void Engine::Impl::truncate(SequenceId id, std::uint32_t tokens) {
   if (tokens > sequence.tokens)
     throw Error(Errc::invalid_argument, "truncate: sequence " + text(id.value) + " has " + text(sequence.tokens) +
                                             " tokens, and is to keep " + text(tokens) + "; keep no more than it has");
+  if (tokens == sequence.tokens) {
+    shrink(sequence, tokens);  // Blocks that a forward has left that failed.
+    return trim_prefixes();
+  }
   require_windows(id, sequence, tokens, "truncate");
-  if (tokens != sequence.tokens) drop_look(sequence);
+  drop_look(sequence);
   take_back_choices(sequence, tokens);
   shrink(sequence, tokens);
   sequence.tokens = sequence.planned = tokens;

@@ -39,7 +39,7 @@ using std::filesystem::path;
 
 constexpr int kSkipped = 77;
 constexpr std::uint64_t kPeriodUs = 100'000;
-constexpr std::chrono::seconds kPatience{120};
+constexpr std::chrono::seconds kPatience{600};
 
 bool write(const path& file, const std::string& text) {
   const int to = ::open(file.c_str(), O_WRONLY | O_CLOEXEC);

@@ -13,7 +13,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr std::chrono::milliseconds kTimeout{150};
-constexpr std::chrono::seconds kPatience{120};
+constexpr std::chrono::seconds kPatience{600};
 
 /// What the process does.
 void decode(std::uint64_t seed, int stop, int report) {

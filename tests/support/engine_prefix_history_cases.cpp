@@ -165,8 +165,10 @@ class History {
   }
 
   void truncate(Actor& actor) {
-    actor.tokens = random_.below(actor.tokens + 1);
-    engine_.truncate(actor.id, actor.tokens);
+    const std::uint32_t tokens = random_.below(actor.tokens + 1);
+    engine_.truncate(actor.id, tokens);
+    if (tokens == actor.tokens) return;  // Names of tokens to come stay, and so does what comes.
+    actor.tokens = tokens;
     actor.named = std::min(actor.named, actor.tokens);
     actor.text = library_.sibling(actor.text, actor.tokens, random_);
   }

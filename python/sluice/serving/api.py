@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from sluice.serving.answering import Answering, Front
+from sluice.serving.described import describe
 from sluice.serving.guard import Answer, BodyRefused, Guard, body_limit
 from sluice.serving.process import EngineLost, EngineProcess, Ready
 from sluice.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Refused, TokenizeRequest
@@ -50,6 +51,7 @@ def create_app(engine: EngineProcess, ready: Ready, tokenizer: Any, front: Front
     app.add_exception_handler(Exception, lambda _, error: defect(error))
     app.add_middleware(Guard, keys=front.api_keys, most=front.max_body or body_limit(ready.limit), refuse=refuse)
     _add_routes(app, answering, ready, front)
+    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     return app
 
 

@@ -21,6 +21,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sluice.errors import OutOfCapacity
+from sluice.serving.clock import NAP_S, now
 from sluice.serving.guard import OPEN, Answer, encoded, origin_form
 from sluice.serving.protocol import Refused
 
@@ -31,7 +32,7 @@ _PEER_CLOSED = 7  # TCP_CLOSE of linux/tcp_states.h.
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds that a client has."""
+    """Seconds in which this process runs, that a client has."""
 
     head: float = 10  #: for a request's line and headers, from the connection on or from their first byte
     body: float = 30  #: for a body, and a second more for each `body_rate` bytes that have come
@@ -212,7 +213,7 @@ class HttpConnection(H11Protocol):
         if phase == "head":
             self._set("read", self._deadlines.head, self._late)
         elif phase == "body":
-            self._body_bytes, self._body_began = 0, self.loop.time()
+            self._body_bytes, self._body_began = 0, now()
             self._set("read", self._deadlines.body, self._hurry)
         else:
             self._unset("read")
@@ -220,7 +221,7 @@ class HttpConnection(H11Protocol):
     def _hurry(self) -> None:
         """A body may take longer if much of it has come."""
         allowed = self._deadlines.body + self._body_bytes / self._deadlines.body_rate
-        left = self._body_began + allowed - self.loop.time()
+        left = self._body_began + allowed - now()
         if left > 0:
             self._set("read", left, self._hurry)
         else:
@@ -278,8 +279,18 @@ class HttpConnection(H11Protocol):
         self._raw.abort()
 
     def _set(self, name: str, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Calls when as many seconds have run, unless that is unset or set anew."""
+        ends = now() + seconds
+
+        def look() -> None:
+            left = ends - now()
+            if left > 0:
+                self._timers[name] = self.loop.call_later(min(left, NAP_S), look)
+            else:
+                call(*arguments)
+
         self._unset(name)
-        self._timers[name] = self.loop.call_later(seconds, call, *arguments)
+        self._timers[name] = self.loop.call_later(min(seconds, NAP_S), look)
 
     def _unset(self, name: str) -> None:
         timer = self._timers.pop(name, None)

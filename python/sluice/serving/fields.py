@@ -19,11 +19,6 @@ def clipped(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST // 2]} ... {text[-_LONGEST // 2:]}"
 
 
-def written(text: str) -> str:
-    """A part of an error, which must be text: a surrogate without its other half is the escape that it came as."""
-    return clipped(text).encode(errors="backslashreplace").decode()
-
-
 class Refused(Exception):
     """An answer with an error."""
 

@@ -10,12 +10,12 @@ import multiprocessing
 import queue
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from sluice.errors import Error
+from sluice.serving import clock
 from sluice.serving.child import BEAT_S, main as _main
 from sluice.serving.requests import Event, Failed, Request, Sampling, Status
 
@@ -25,6 +25,7 @@ class Settings:
     """Of a model and its engine."""
 
     model: str  #: a folder, or a name that transformers knows
+    _: KW_ONLY
     policy: str = "sluice"
     host_bytes: int = 8 << 30
     context: int | None = None  #: tokens of prompt and answer together, at most; None: the model's
@@ -77,7 +78,7 @@ class EngineProcess:
         self._lost: str | None = None
         self._closes: float | None = None
         self._ends = False
-        self._heard = time.monotonic()
+        self._heard = clock.now()
         self.status = Status()
         """The newest that it told."""
 
@@ -95,7 +96,7 @@ class EngineProcess:
         """Waits until the model is loaded.
         @throws CannotStart, EngineLost with the reason if it cannot be served"""
         try:
-            if not self._connection.poll(self._start_timeout_s):
+            if not clock.comes(self._connection, self._start_timeout_s):
                 raise EngineLost(f"the model was not loaded within {self._start_timeout_s:g} s")
             said = self._connection.recv()
         except (EOFError, OSError):
@@ -103,13 +104,19 @@ class EngineProcess:
             raise EngineLost(self._exit()) from None
         if isinstance(said, Failed):
             raise CannotStart(said.why, said.exit_code)
-        self._heard = time.monotonic()
+        self._heard = clock.now()
         return said
 
     def listen(self) -> None:
         """Called once, by the event loop that answers are for."""
-        threading.Thread(target=self._listen, args=(asyncio.get_running_loop(),), name="sluice-events",
-                         daemon=True).start()
+        loop = asyncio.get_running_loop()
+
+        def tick() -> None:  # So that the clock goes while nobody asks.
+            clock.now()
+            loop.call_later(clock.NAP_S, tick)
+
+        tick()
+        threading.Thread(target=self._listen, args=(loop,), name="sluice-events", daemon=True).start()
 
     def close(self, timeout_s: float = 10) -> None:
         """Ends the process: it is told to, and killed if it does not."""
@@ -124,7 +131,7 @@ class EngineProcess:
     @property
     def lost(self) -> str | None:
         """Why there are no more answers; None if there are."""
-        now = time.monotonic()
+        now = clock.now()
         if self._closes is not None and now > self._closes:
             return "the server is being shut down"
         if self._lost is None and now - self._heard > self._silence_s:
@@ -133,7 +140,7 @@ class EngineProcess:
 
     def close_in(self, seconds: float) -> None:
         """Answers that have not ended by then end with an error."""
-        self._closes = time.monotonic() + seconds
+        self._closes = clock.now() + seconds
 
     @property
     def outstanding(self) -> int:
@@ -172,7 +179,7 @@ class EngineProcess:
                 loop.call_soon_threadsafe(self._lose, why)
 
     def _take(self, events: list[Event], status: Status | None) -> None:
-        self._heard, self.status = time.monotonic(), status or self.status
+        self._heard, self.status = clock.now(), status or self.status
         for event in events:
             ended = event.finish or event.error
             news = self._queues.pop(event.number, None) if ended else self._queues.get(event.number)

@@ -10,12 +10,12 @@ import os
 import secrets
 import socket
 import struct
-import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from sluice.errors import BY_STATUS, Error, Unsupported
+from sluice.serving import clock
 
 START_S = 1800.0  # To load the model, however much faster other ranks are.
 _COLLECTIVE_S = 600.0  # A rank that died ends a collective of gloo at once, and none of NCCL.
@@ -116,7 +116,7 @@ class Ranks:
     def break_off(self, why: str) -> NoReturn:
         """This rank cannot keep in step with the others: all end. If another one has ended, that is why."""
         for rank, peer in self._peers.items():
-            if peer.poll(_LAST_WORDS_S):
+            if clock.comes(peer, _LAST_WORDS_S):
                 with contextlib.suppress(RanksLost):
                     self._hear(rank, 0)
         self._lose(f"rank {self.rank} {why}")
@@ -139,7 +139,7 @@ class Ranks:
     def _hear(self, rank: int, timeout_s: float | None) -> Any:
         peer = self._peers[rank]
         try:
-            if not peer.poll(timeout_s):
+            if not clock.comes(peer, timeout_s):
                 self._lose(f"rank {rank} has said nothing for {timeout_s:g} s")
             said = peer.recv()
         except (EOFError, OSError):
@@ -216,12 +216,14 @@ def _connect(launch: Launch, place: Any) -> dict[int, Connection]:
 
 def _accept(listener: socket.socket, key: bytes, ranks: int) -> dict[int, Connection]:
     peers: dict[int, Connection] = {}
-    ends = time.monotonic() + START_S
+    ends = clock.now() + START_S
+    listener.settimeout(clock.NAP_S)
     while len(peers) < ranks - 1:
-        listener.settimeout(max(ends - time.monotonic(), 0.001))
         try:
             peer = _connection(listener.accept()[0])
         except TimeoutError:
+            if clock.now() < ends:
+                continue
             raise RanksLost(f"{ranks - 1 - len(peers)} ranks have not come within {START_S:g} s") from None
         # A peer without the key is no rank, and is read no further.
         with contextlib.suppress(EOFError, OSError):

@@ -41,8 +41,8 @@ def _shape(size: Any) -> str:
 
 
 def _mistyped(name: str, model: transformers.PreTrainedModel) -> list[str]:
-    """Weights that are no floating point numbers although the model's are. What a quantizer or a reader of GGUF makes of
-    its files is its own."""
+    """Weights that are no floating point numbers although the model's are. What a quantizer or a reader of GGUF makes
+    of its files is its own."""
     if getattr(model.config, "quantization_config", None) is not None or source(name)[1]:
         return []
     floats = {key for key, value in model.state_dict().items() if value.is_floating_point()}

@@ -98,8 +98,8 @@ def generate(*folders: str) -> None:
 def loop(folder: str, graphs: str) -> None:
     """Requests of a loop while ranks fail: by fault what they are told, and tokens of a request after each."""
     # 20 pages of 16 tokens, in which four answers have no room.
-    settings = Settings(folder, "full", 2 * 20 * 16 * TOKEN_BYTES, context=256, sequences=4, prefill_rows=64,
-                        device=DEVICE, graphs=graphs, options=dict(ENGINE))
+    settings = Settings(folder, policy="full", host_bytes=2 * 20 * 16 * TOKEN_BYTES, context=256, sequences=4,
+                        prefill_rows=64, device=DEVICE, graphs=graphs, options=dict(ENGINE))
     if RANK:
         model = load_follower(settings)
         model.follow()
@@ -123,8 +123,8 @@ def loop(folder: str, graphs: str) -> None:
 
 def windows(folder: str) -> None:
     """The second chunk of a prompt fails on a rank, once and then twice: what its request is told, and the next one."""
-    settings = Settings(folder, "full", 32 << 20, context=512, sequences=4, prefill_rows=128, device=DEVICE,
-                        graphs="off", prefix=False, options=dict(ENGINE))
+    settings = Settings(folder, policy="full", host_bytes=32 << 20, context=512, sequences=4, prefill_rows=128,
+                        device=DEVICE, graphs="off", prefix=False, options=dict(ENGINE))
     if RANK:
         model = load_follower(settings)
         model.follow()

@@ -75,10 +75,10 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(30)
+                self.process.wait(DEADLINE_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(30)
+                self.process.wait(DEADLINE_S)
                 raise
 
     def __enter__(self) -> Server:

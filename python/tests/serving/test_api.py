@@ -11,12 +11,14 @@ from typing import Any
 
 import httpx
 import pytest
+from bodies import fits
 from sluice.serving.answering import Front
 from sluice.serving.api import create_app
 from sluice.serving.guard import Guard
 from sluice.serving.process import EngineLost, Ready, Settings
 from sluice.serving.requests import Event, Status
 from small import tokenizer
+from waiting import DEADLINE_S
 
 LIMIT = 512
 
@@ -58,7 +60,7 @@ class Words:
 
     def encode(self, text: str, **options: Any) -> list[int]:
         self.calls += 1
-        assert self.free.wait(60)
+        assert self.free.wait(DEADLINE_S)
         return tokenizer().encode(text, **options)
 
 
@@ -70,7 +72,7 @@ class Site:
 
     async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=DEADLINE_S) as client:
             return await client.request(method, path, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
@@ -242,7 +244,7 @@ def test_prompts_of_clients_that_are_gone_are_not_read(site: Site) -> None:
         while site.words.calls == 0:
             await asyncio.sleep(0.01)
         gone.set()
-        await asyncio.wait_for(asyncio.gather(*asked), 60)  # Though the first one is still being read.
+        await asyncio.wait_for(asyncio.gather(*asked), DEADLINE_S)  # Though the first one is still being read.
         site.words.free.set()
         assert (await site.send("POST", "/v1/completions", json={"model": "tiny", "prompt": "a"})).status_code == 200
     asyncio.run(check())
@@ -258,7 +260,7 @@ def test_a_server_that_ends_reads_no_more(site: Site) -> None:
             while site.words.calls == 0:
                 await asyncio.sleep(0.01)
         site.words.free.set()
-        await asyncio.wait(asked, timeout=60)
+        await asyncio.wait(asked, timeout=DEADLINE_S)
         assert all(each.done() for each in asked)
     asyncio.run(check())
     assert site.words.calls == 1
@@ -326,6 +328,18 @@ def test_openapi(site: Site) -> None:
     told = site.get("/openapi.json").json()
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/health"} <= told["paths"].keys()
     assert "response_format" in told["components"]["schemas"]["ChatRequest"]["properties"]
+    for calls in told["paths"].values():
+        for call in calls.values():  # Also those that the web server itself gives.
+            assert {"200", "400", "408", "413", "503"} <= call["responses"].keys() and "422" not in call["responses"]
+    for path, status, body in (("/v1/models", 200, None), ("/v1/models/tiny", 200, None), ("/v1/models/x", 404, None),
+                               ("/health", 200, None), ("/tokenize", 200, {"prompt": "the cat"}),
+                               ("/tokenize", 200, {"prompt": "the cat", "return_token_strs": True}),
+                               ("/detokenize", 200, {"tokens": [1]}), ("/detokenize", 400, {"tokens": ["x"]})):
+        answer = asyncio.run(site.send("GET" if body is None else "POST", path, **({"json": body} if body else {})))
+        route = "/v1/models/{model}" if path.startswith("/v1/models/") else path
+        call = told["paths"][route]["get" if body is None else "post"]
+        schema = call["responses"][str(status)]["content"]["application/json"]["schema"]
+        assert answer.status_code == status and fits(answer.json(), schema, told["components"]["schemas"]), answer.text
     assert error_of(Site(api_keys=("secret",)).get("/openapi.json"), 401)
 
 

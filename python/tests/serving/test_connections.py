@@ -21,7 +21,8 @@ from sluice.serving.requests import Event
 from test_api import Engine, Site
 from waiting import DEADLINE_S, wait_until
 
-SHORT = Deadlines(head=0.3, body=0.3, stall=0.5, linger=5, half_closed=0.2)
+PATIENT = Deadlines(head=DEADLINE_S, body=DEADLINE_S, stall=DEADLINE_S, linger=DEADLINE_S, half_closed=DEADLINE_S)
+SHORT = Deadlines(head=1, body=1, stall=1, linger=5, half_closed=0.2)  # Where it is what a test waits for.
 ASK = {"model": "tiny", "prompt": "a", "max_tokens": 3}
 
 
@@ -46,7 +47,7 @@ class Waiting(Engine):
 class Front:
     """The web server over an engine that is not there, in a thread."""
 
-    def __init__(self, most: int = 99, deadlines: Deadlines = SHORT, **front: Any) -> None:
+    def __init__(self, most: int = 99, deadlines: Deadlines = PATIENT, **front: Any) -> None:
         self.site = Site(queue=99, **front)
         self.engine = Waiting()
         self.site.engine.__class__, self.site.engine.__dict__ = Waiting, self.engine.__dict__
@@ -118,7 +119,7 @@ def answer(told: bytes) -> tuple[int, Any]:
 ])
 def test_what_is_never_whole_ends(start: Callable[..., Front], sent: bytes, again: bytes) -> None:
     """Also if a byte comes now and then."""
-    front = start()
+    front = start(deadlines=SHORT)
     with front.connect() as connection:
         connection.sendall(sent)
         while not select.select([connection], [], [], 0.1)[0]:
@@ -131,13 +132,13 @@ def test_what_is_never_whole_ends(start: Callable[..., Front], sent: bytes, agai
 
 def test_silence_ends(start: Callable[..., Front]) -> None:
     """With nothing: there was no request."""
-    front = start()
+    front = start(deadlines=SHORT)
     with front.connect() as connection:
         assert rest(connection) == b""
 
 
 def test_a_second_request_that_is_never_whole(start: Callable[..., Front]) -> None:
-    front = start()
+    front = start(deadlines=SHORT)
     with front.connect() as connection:
         connection.sendall(head())
         assert b"200 OK" in connection.recv(1 << 16)
@@ -146,7 +147,7 @@ def test_a_second_request_that_is_never_whole(start: Callable[..., Front]) -> No
 
 
 def test_a_body_that_is_long_and_steady_is_read(start: Callable[..., Front]) -> None:
-    front = start(deadlines=Deadlines(body=0.2, body_rate=1000))
+    front = start(deadlines=Deadlines(head=DEADLINE_S, body=0.5, body_rate=1000))
     front.engine.may.set()
     sent = post({**ASK, "user": "x" * 4000}, "Connection: close")
     with front.connect() as connection:
@@ -161,7 +162,7 @@ def test_a_body_that_is_long_and_steady_is_read(start: Callable[..., Front]) -> 
     ({"api_keys": ("secret",)}, 401, "invalid_api_key"), ({"max_body": 1000}, 413, "body_too_long")])
 def test_a_refusal_reaches_a_client_that_sends_all_first(start: Callable[..., Front], options: dict[str, Any],
                                                          status: int, code: str, chunked: bool) -> None:
-    front = start(deadlines=Deadlines(), **options)
+    front = start(**options)
     for lines in (("Connection: close",), ()):
         with front.connect() as connection:
             if chunked:
@@ -196,7 +197,7 @@ def test_a_client_that_has_closed_its_side_gets_its_answer(start: Callable[..., 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_a_client_that_is_gone_is_noticed(start: Callable[..., Front], version: str, stream: bool) -> None:
-    front = start()
+    front = start(deadlines=SHORT)
     with front.connect() as connection:
         connection.sendall(post({**ASK, "stream": stream}, version=version))
         wait_until(lambda: front.site.engine.asked)
@@ -205,7 +206,7 @@ def test_a_client_that_is_gone_is_noticed(start: Callable[..., Front], version: 
 
 
 def test_a_client_that_does_not_read_ends(start: Callable[..., Front]) -> None:
-    front = start()
+    front = start(deadlines=SHORT)
     front.engine.text, front.engine.pieces = "x" * 10_000, 3000
     front.engine.may.set()
     with front.connect() as connection:
@@ -216,7 +217,7 @@ def test_a_client_that_does_not_read_ends(start: Callable[..., Front]) -> None:
 
 def test_a_full_house(start: Callable[..., Front]) -> None:
     """The routes that tell how the server is are served all the same."""
-    front = start(most=3, deadlines=Deadlines())
+    front = start(most=3)
     busy = [front.connect() for _ in range(3)]
     for number, connection in enumerate(busy):
         connection.sendall(post(ASK, "Connection: close"))
@@ -237,7 +238,7 @@ def test_a_full_house(start: Callable[..., Front]) -> None:
 
 
 def test_silent_connections_make_room(start: Callable[..., Front]) -> None:
-    front = start(most=3, deadlines=Deadlines())
+    front = start(most=3)
     silent = [front.connect() for _ in range(30)]
     with front.connect() as connection:
         connection.sendall(head("GET", "/v1/models", "Connection: close"))
@@ -246,7 +247,8 @@ def test_silent_connections_make_room(start: Callable[..., Front]) -> None:
         connection.close()
 
 
-def test_heads_and_targets(start: Callable[..., Front], caplog: pytest.LogCaptureFixture) -> None:
+def test_heads_and_targets(start: Callable[..., Front], caplog: pytest.LogCaptureFixture,
+                           capfd: pytest.CaptureFixture[str]) -> None:
     """As RFC 9110 and 9112 have them; and nothing that a client without the key may send is logged."""
     front = start(api_keys=("secret",))
     upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: eA==")
@@ -264,13 +266,13 @@ def test_heads_and_targets(start: Callable[..., Front], caplog: pytest.LogCaptur
             assert got == status, sent
             assert not (sent.startswith(b"HEAD") and body)
             assert status == 200 or body["error"]["message"]
-    assert not caplog.records
+    assert not caplog.records and capfd.readouterr() == ("", "")  # uvicorn's own logs do not come to the former.
 
 
 def test_a_client_that_resets_a_connection_that_ends(start: Callable[..., Front], caplog: pytest.LogCaptureFixture,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end cannot be told to it, which is no error of anybody's."""
-    front, told = start(api_keys=("secret",)), []
+    front, told = start(deadlines=SHORT, api_keys=("secret",)), []
 
     def write_eof(transport: asyncio.Transport) -> None:
         told.append(transport)

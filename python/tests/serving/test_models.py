@@ -14,6 +14,7 @@ from sluice.serving import model as serving_model
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
 from small import DEVICE, KV, SHAPE, bare_model, expected, greedy, prompt_ids, run, tokenizer
+from waiting import DEADLINE_S
 
 Model = transformers.PreTrainedModel
 MOE = {"num_experts_per_tok": 2, "eos_token_id": 0, "pad_token_id": 0, "bos_token_id": None}
@@ -134,7 +135,7 @@ def test_two_threads_serve_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(bare_model("llama"))
     before, both, made = model.config._attn_implementation, threading.Barrier(2), []
     # Both have found that the model is free.
-    monkeypatch.setattr(serving_model, "Engine", lambda options: (both.wait(60), sluice.Engine(options))[1])
+    monkeypatch.setattr(serving_model, "Engine", lambda options: (both.wait(DEADLINE_S), sluice.Engine(options))[1])
 
     def serve() -> None:
         try:
@@ -146,7 +147,7 @@ def test_two_threads_serve_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(DEADLINE_S)
     assert sorted(type(each).__name__ for each in made) == ["InvalidArgument", "PackedModel"]
     refused = next(each for each in made if isinstance(each, Exception))
     assert "enabled already; close() the PackedModel" in str(refused)

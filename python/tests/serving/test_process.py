@@ -18,7 +18,7 @@ import pytest
 from sluice.serving import process
 from sluice.serving.process import Answers, EngineLost, EngineProcess, Ready, Settings
 from sluice.serving.requests import Event, Request, Sampling, Status
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 
 class Hopeless:
@@ -79,7 +79,7 @@ def test_a_process_ends_with_the_pipe_while_it_loads() -> None:
     child.start()
     theirs.close()
     ours.close()
-    child.join(60)
+    child.join(DEADLINE_S)
     assert child.exitcode == 1
 
 
@@ -118,13 +118,13 @@ def test_news_that_cannot_be_read(engine: EngineProcess) -> None:
 
     engine.ready()
     engine._connection = types.SimpleNamespace(recv=broken)
-    assert "could not be read: ValueError: no pickle" in asyncio.run(asyncio.wait_for(lost(engine), 60))
+    assert "could not be read: ValueError: no pickle" in asyncio.run(asyncio.wait_for(lost(engine), DEADLINE_S))
 
 
 def test_a_request_that_the_process_cannot_read(engine: EngineProcess) -> None:
     engine.ready()
     engine._connection.send_bytes(b"no pickle")
-    assert "exit code 1" in asyncio.run(asyncio.wait_for(lost(engine), 60))
+    assert "exit code 1" in asyncio.run(asyncio.wait_for(lost(engine), DEADLINE_S))
 
 
 def test_places_are_free_when_the_engine_says_so() -> None:
@@ -147,7 +147,7 @@ def test_an_interpreter_that_ends_without_closing() -> None:
             "process._main = test_process.main_of\n"
             "if __name__ == '__main__':\n"
             "    made = process.EngineProcess(process.Settings('quick')); made.start(); made.ready()")
-    subprocess.run([sys.executable, "-c", code, os.path.dirname(__file__)], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", code, os.path.dirname(__file__)], timeout=DEADLINE_S, check=True)
 
 
 def test_answers_are_given_up_as_news_of_them_comes() -> None:
@@ -169,7 +169,7 @@ def test_answers_are_given_up_as_news_of_them_comes() -> None:
         await asyncio.sleep(0.01)  # It waits for the next.
         engine._queues[0].put_nowait(Event(0, "b"))
         task.cancel()
-        await asyncio.wait((task,), timeout=1)
+        await asyncio.wait((task,), timeout=DEADLINE_S)
         assert task.cancelled()
 
     asyncio.run(give_up())

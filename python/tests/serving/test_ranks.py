@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 
@@ -13,15 +12,16 @@ import sluice
 from sluice.errors import OutOfCapacity, Unsupported
 from sluice.serving.ranks import Disagreed, Launch, Ranks, RanksLost, _check_device
 from sluice.serving.sharded import ShardedModel
+from waiting import DEADLINE_S
 
 Pair = tuple[Ranks, Ranks]
 
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Who says nothing for as many seconds as a test gives, or for a minute, is lost."""
+    """Who says nothing for as many seconds as a test gives, or for as long as one that hangs, is lost."""
     first, second = Pipe()
-    silence = getattr(request, "param", 60)
+    silence = getattr(request, "param", DEADLINE_S)
     ranks = Ranks(Launch(0, 2), {1: first}, silence), Ranks(Launch(1, 2), {0: second}, silence)
     yield ranks
     for each in ranks:
@@ -41,7 +41,7 @@ def both(first: Callable[[], object], second: Callable[[], object]) -> list[obje
     other = threading.Thread(target=call, args=(1, second))
     other.start()
     call(0, first)
-    other.join(120)
+    other.join(DEADLINE_S)
     return told
 
 
@@ -93,10 +93,8 @@ def test_ranks_whose_windows_know_other_parts_of_a_prompt(pair: Pair) -> None:
 @pytest.mark.parametrize("pair", [2], indirect=True)
 def test_a_rank_that_is_silent(pair: Pair) -> None:
     a, b = pair
-    began = time.monotonic()
     with pytest.raises(RanksLost, match="rank 1 has said nothing for 2 s"):
         a.agree()
-    assert time.monotonic() - began < 20
     with pytest.raises(RanksLost, match="rank 1 has said nothing"):
         b.hear()  # Rank 0 has told it.
     for call in (a.agree, lambda: a.tell(1)):

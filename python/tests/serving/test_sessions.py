@@ -131,7 +131,8 @@ def test_a_session_that_cannot_be_written(here: Callable[..., Done], tmp_path: P
     monkeypatch.setattr(sluice.Engine, "park", full)
     done = here("run", "--prompt", PROMPT, "--session", str(tmp_path / "s"))
     told = f"sluice: --session {tmp_path / 's'} was not written: no space left on device\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, answer_to(PROMPT) + "\n", told)  # The answer all the same.
+    # The answer all the same.
+    assert (done.returncode, done.stdout, done.stderr) == (1, answer_to(PROMPT) + "\n", told)
     assert not list(tmp_path.iterdir())
     plain = here("chat", typed=PROMPT + "\n")
     done = here("chat", "--session", str(tmp_path / "s"), typed=PROMPT + "\n")

@@ -134,8 +134,8 @@ def test_a_server(start_shared: Callable[..., Server], tmp_path: Path) -> None:
     os.kill(ranks[1], signal.SIGKILL)
     with pytest.raises(openai.APIError):
         list(under_way)
-    server.process.wait(30)
-    wait_until(lambda: not any(map(alive, ranks)), 30)
+    server.process.wait(DEADLINE_S)
+    wait_until(lambda: not any(map(alive, ranks)))
     assert "rank 1 has ended" in "".join(server.said)
 
 
@@ -143,7 +143,7 @@ def test_a_server_that_is_told_to_end(start_shared: Callable[..., Server]) -> No
     server = start_shared(**LATE)
     ranks = [pid_of(server, rank) for rank in range(2)]
     server.process.send_signal(signal.SIGTERM)
-    server.process.wait(30)
-    wait_until(lambda: not any(map(alive, ranks)), 30)
+    server.process.wait(DEADLINE_S)
+    wait_until(lambda: not any(map(alive, ranks)))
     assert not any("rank" in line for line in server.said if line.startswith("sluice: "))
     assert "terminate called" not in "".join(server.said)

@@ -133,7 +133,7 @@ def test_two_threads_enable_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     before, both, made = model.config._attn_implementation, threading.Barrier(2), []
     # Both have found that the model is free.
     monkeypatch.setattr(sluice.transformers, "Engine",
-                        lambda options, **owner: (both.wait(60), sluice.Engine(options, **owner))[1])
+                        lambda options, **owner: (both.wait(600), sluice.Engine(options, **owner))[1])
 
     def run() -> None:
         try:
@@ -145,7 +145,7 @@ def test_two_threads_enable_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert sorted(type(each).__name__ for each in made) == ["Enabled", "InvalidArgument"]
     next(each for each in made if not isinstance(each, Exception)).close()
     assert model.config._attn_implementation == before and "generate" not in vars(model)
