@@ -207,17 +207,6 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         paper_figures.main()
 
 
-def test_the_page_shows_what_was_found() -> None:
-    docs = ROOT / "docs"
-    section = (docs / "papers.md").read_text().partition("### Codes of keys")[2].partition("\n## ")[0].partition("\n### ")[0]
-    raw = json.loads((docs / "data" / "codes.json").read_text())
-    both = [raw[model]["results"]["codes"] for model in ("testbed", "second testbed")]
-    found = sorted([f"{row[key]:.3f}" for row in of_both for key in ("overlap", "mass_kept")]
-                   for of_both in zip(*both, strict=True))
-    shown = [line.split(" | ")[2:] for line in section.splitlines() if line.startswith("|")][2:]
-    assert sorted([cell.strip(" |") for cell in cells] for cells in shown) == found
-
-
 def test_every_figure_is_a_part_of_the_record(tmp_path: Path) -> None:
     (tmp_path / "matplotlib.py").touch()  # It is looked for, but only pictures need it.
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])

@@ -1,0 +1,204 @@
+"""Figures of README and the pages of docs/ are those of docs/data, computed anew."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "docs" / "data"
+DEFAULT = "exact | int4 | sample=256 | page=32"
+CONTEXTS = (("smollm2", 8192), ("qwen05", 8192), ("qwen05", 30000))
+
+
+def table(page: str, header: str) -> dict[str, list[str]]:
+    """Rows of the table whose header begins so, by their first cell."""
+    text = (ROOT / page).read_text()
+    assert text.count(f"\n| {header}") == 1, f"{page} has {text.count(header)} tables that begin with {header}"
+    lines = text.partition(f"\n| {header}")[2].splitlines()[2:]
+    rows = [line for line in lines[: next((i for i, line in enumerate(lines) if not line.startswith("|")), None)]]
+    cells = [[cell.strip().replace("\x01", "|") for cell in row.replace("\\|", "\x01").strip("|").split("|")] for row in rows]
+    return {re.sub(r"[`*]", "", row[0]): row[1:] for row in cells}
+
+
+def raw(name: str) -> Any:
+    return json.loads((DATA / name).read_text())
+
+
+def reports(found: Any, section: str) -> Iterable[dict]:
+    """All rows of a section of results, however deep their report lies."""
+    if isinstance(found, dict):
+        rows = (found.get("results") or {}).get(section) if isinstance(found.get("results"), dict) else None
+        yield from rows if rows is not None else (row for each in found.values() for row in reports(each, section))
+
+
+def layer(found: Any, method: str, length: int, **more: Any) -> dict:
+    """The row of `bench gpu` in a graph; the last of those that there are."""
+    wanted = {"method": method, "length_tokens": length, "mode": None if method == "dense in HBM" else "graph", **more}
+    return [row for row in reports(found, "attention") if all(row[key] == value for key, value in wanted.items())][-1]
+
+
+def figure(value: float) -> str:
+    """As pages write it: two digits behind one, else whole; from 1,000 on with commas."""
+    return f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}"
+
+
+# ---- accuracy
+
+
+def found_of(policy: str, model: str, tokens: int) -> list[dict]:
+    rows = [json.loads(line) for line in (DATA / "real_h200.jsonl").read_text().splitlines()]
+    name = DEFAULT.replace("sample=256", policy.partition(" | ")[2] or "sample=256") if policy.startswith("sluice") else policy
+    return [row for row in rows if (row["model"], row["tokens"]) == (model, tokens) and
+            row["policy"].removesuffix(" | page=32") == name.removesuffix(" | page=32")]
+
+
+def floors(policy: str, model: str, tokens: int) -> str:
+    by_text = {row["of"]: row["kl_over_floor"] for row in found_of(policy, model, tokens) if "kl_over_floor" in row}
+    cells = [figure(by_text[text]) if text in by_text else "-" for text in ("prose", "code")]
+    return ", ".join("1" if cell == "1.0" and policy == "full" else cell for cell in cells)
+
+
+def shares(policy: str, key: str) -> str:
+    found = [row[key] for context in CONTEXTS for row in found_of(policy, *context) if "kl_over_floor" in row]
+    least, most = (f"{100 * value:#.2g}".rstrip(".") for value in (min(found), max(found)))
+    return "100%" if min(found) == 1 else f"{least} to {most}%"
+
+
+POLICIES = table("docs/accuracy.md", "policy | SmolLM2")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_accuracy(policy: str) -> None:
+    name = policy.removesuffix(", the floor")
+    assert POLICIES[policy][:3] == [floors(name, *context) for context in CONTEXTS]
+    assert POLICIES[policy][3] == f"{shares(name, 'attended')}; {shares(name, 'bytes')}"
+
+
+def test_readme_has_these_figures() -> None:
+    shown = table("README.md", "policy | SmolLM2")
+    assert len(shown) >= 4
+    for policy, cells in shown.items():
+        *kl, both = POLICIES[policy.removesuffix(" (default)")]
+        assert cells == [*kl, both.partition(";")[0]]
+
+
+def test_equal_answers() -> None:
+    shown = table("docs/accuracy.md", "policy | 16K")
+    assert shown
+    for policy, cells in shown.items():
+        rows = [row for tokens in (16384, 30000) for row in found_of(policy, "qwen05", tokens) if row["of"] == "answers"]
+        assert cells == [f"{row['same_answer'] * row['prompts']:.0f}" for row in rows]
+
+
+# ---- speed
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_default_policy(page: str) -> None:
+    found = raw("sample_h200.json")
+    shown = table(page, "tokens | dense in" if page == "README.md" else "tokens | dense | `sluice` | x dense")
+    assert set(shown) == {"8K", "32K", "128K", "512K"}
+    for tokens, cells in shown.items():
+        report = found["d1-512" if tokens == "512K" else "d1"]
+        length = int(tokens[:-1]) << 10
+        row, dense = layer(report, DEFAULT, length), layer(report, "dense in HBM", length)
+        short: Callable[[float], str] = lambda us: f"{us:.3g}"  # noqa: E731
+        attended = 100 * (row["near_share"] + row["far_share"] + row["fetched_share"])
+        assert cells == [short(dense["layer_us"]), short(row["layer_us"]), f"{row['speedup_over_dense']:.2f}",
+                         f"{attended:.0f}%" if attended > 9.5 else f"{attended:.1f}%"]
+
+
+def test_papers_policies() -> None:
+    shown = table("docs/benchmarks.md", "policy | 8K")
+    assert len(shown) == 20
+    for policy, cells in shown.items():
+        name = "dense in HBM" if policy == "dense" else policy
+        rows = [layer(raw("presets_gpu.json")[tokens], name, length) for tokens, length in (("8K", 8192), ("32K", 32768))]
+        ratios = ["1" if policy == "dense" else f"{row['speedup_over_dense']:.2f}" for row in rows]
+        assert cells == [cell for row, ratio in zip(rows, ratios, strict=True)
+                         for cell in (f"{row['layer_us']:,.0f}", ratio)]
+
+
+def test_other_libraries() -> None:
+    def us(name: str, shape: str, kernel: str) -> float:
+        (row,) = [row for row in raw(name)["results"]["beside"] if (row["shape"], row["kernel"]) == (shape, kernel)]
+        return row["us"]
+
+    for batch, cells in table("docs/benchmarks.md", "batch | FlashAttention-3").items():
+        shape = batch.replace(" to ", "-").replace(" ", "")
+        other, ours = (us("decode_since_h200.json", shape, kernel) for kernel in ("FlashAttention-3", "sluice dense"))
+        assert cells == [f"{other:.0f}", f"{ours:.0f}", f"{other / ours:.2f}",
+                         f"{us('decode_beside_h200.json', shape, 'FlashInfer tensor cores'):.0f}"]
+    for tokens, cells in table("docs/benchmarks.md", "tokens | FlashAttention-3").items():
+        other, ours = (us("prompt_since_h200.json", f"1x{tokens}", kernel) / 1000
+                       for kernel in ("FlashAttention-3", "sluice dense"))
+        assert [float(cell) for cell in cells[:2]] == [pytest.approx(other, rel=5e-3), pytest.approx(ours, rel=5e-3)]
+        assert cells[2] == f"{ours / other:.2f}"
+
+
+def test_one_core() -> None:
+    rows = {row["length_tokens"]: row for row in reports(raw("papers.json")["runs"]["lfps_sweep"], "attention")
+            if row["method"] == "lfps"}
+    for tokens, cells in table("docs/benchmarks.md", "tokens | `lfps`, x dense").items():
+        row = rows[int(tokens[:-1]) << 10]
+        scored = 100 * row["scored_share"]
+        assert cells == [f"{row['speedup_over_dense']:.1f}", f"{row['speedup_over_topk']:.1f}",
+                         f"{scored:.0f}%" if scored > 9.95 else f"{scored:.1f}%"]
+
+
+# ---- the papers' experiments
+
+
+def test_lfps() -> None:
+    shown = table("docs/papers.md", "result | paper | Sluice | setting | reason |\n|---|--:|--:|---|---|\n| x exact top-k at")
+    text = (ROOT / "docs" / "papers.md").read_text()
+    for run, lines in (("lfps_sweep_mha", ("x exact top-k at 4K, 16K, 64K, 128K", "x dense, likewise")),
+                       ("lfps_sweep", ("x exact top-k, four query heads per KV head", "x dense, four query heads per KV head"))):
+        rows = {row["length_tokens"]: row for row in reports(raw("papers.json")["runs"][run], "attention")
+                if row["method"] == "lfps"}
+        for line, key in zip(lines, ("speedup_over_topk", "speedup_over_dense"), strict=True):
+            cells = ", ".join(f"{rows[length << 10][key]:.1f}" for length in (4, 16, 64, 128))
+            assert re.search(rf"^\| {re.escape(line)} \|[^|]*\| {cells} \|", text, re.MULTILINE), line
+    assert shown
+    rows = {row["length_tokens"]: row for row in reports(raw("papers.json")["runs"]["lfps_sweep_mha"], "attention")
+            if row["method"] == "lfps"}
+    paper = {4: 4.3, 16: 8.1, 64: 14.7, 128: 22.8}
+    for key, words in (("speedup_over_topk", "below: another CPU"), ("speedup_over_dense", "below the paper's figures")):
+        below = [100 * (1 - rows[length << 10][key] / ratio) for length, ratio in paper.items()]
+        assert f"{min(below):.0f} to {max(below):.0f}% {words}" in text
+
+
+def test_batches_of_the_papers() -> None:
+    """Tactic, Twilight, Quest and PSA with all keys and values in GPU memory."""
+    text = (ROOT / "docs" / "papers.md").read_text()
+
+    def holds(line: str, cell: str) -> None:
+        assert re.search(rf"^\| {re.escape(line)} \|[^|]*\| {re.escape(cell)} \|", text, re.MULTILINE), (line, cell)
+
+    quest = raw("quest_8192_h200.json")
+    for line, rows, cell in (("x Quest with the same 8,192 candidates", 16, "1.40"), ("the same, one sequence", 1, "0.61")):
+        one = layer(quest, "twilight", 32768, rows=rows)["layer_us"]
+        assert f"{layer(quest, 'quest:budget=8192', 32768, rows=rows)['layer_us'] / one:.2f}" == cell
+        holds(line, cell)
+    holds("x dense, target 70%", "; ".join(
+        f"{layer(quest, 'tactic:mass=0.7 | int4', length, rows=rows)['speedup_over_dense']:.2f}"
+        for length, rows in ((32768, 16), (131072, 4), (131072, 16))))
+    psa = raw("psa_int4_h200.json")
+    for placement, line in (("near", "layer, `psa \\| int4`, all in GPU memory, x dense"),
+                            ("hybrid", "layer, `psa \\| int4`, 3.5% in GPU memory, x dense")):
+        holds(line, ", ".join(
+            f"{layer(psa, 'psa | int4', length, rows=rows, placement=placement)['speedup_over_dense']:.2f}"
+            for length, rows in ((8192, 1), (32768, 1), (131072, 1), (32768, 8))))
+
+
+def test_real_checkpoints_of_the_papers() -> None:
+    text = (ROOT / "docs" / "papers.md").read_text()
+    for policy in ("lfps", "psa", "twilight", "quest", "tactic"):
+        found = [row["kl_over_floor"] for context in CONTEXTS for row in found_of(policy, *context) if "kl_over_floor" in row]
+        assert f"{figure(min(found))} to {figure(max(found))}" in text, policy
