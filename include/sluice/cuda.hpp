@@ -83,7 +83,7 @@ struct CudaDeviceOptions {
   /// bucket has less than 4,096 tokens, that is all), and none if it has more far rows. A layer all of whose far rows
   /// are attended so waits for no answer. Where the device finds and attends near rows in one kernel: few sequences
   /// that choose by score, on GPUs with thread block clusters. Rows that cross the link count as fetched. What is
-  /// attended does not depend on it. 0: none. Measured on an H200 over PCIe 5: docs/benchmarks.md.
+  /// attended does not depend on it. 0: none. Measured on an H200 over PCIe 5: docs/design.md.
   std::uint32_t link_rows = 384;
 };
 
