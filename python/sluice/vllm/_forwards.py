@@ -150,12 +150,13 @@ class Forwards:
 
     def _bucket_of(self, rows: Sequence[Rows], padded: int) -> Bucket:
         made = self.engine.options
-        longest = max((each.first + each.tokens for each in rows), default=1)
-        tokens = made.largest.max_tokens if self._graphs else bucket_tokens(longest, made)
+        tokens = bucket_tokens(max((each.first + each.tokens for each in rows), default=1), made)
         chunks = [each.tokens for each in rows if each.prefill]
         single = sum(each.tokens for each in rows if not each.prefill)
         if not chunks:
-            return Bucket(decode_rows=max(padded, single), max_tokens=tokens, features=made.largest.features)
+            # Whether a graph is replayed is decided later.
+            return Bucket(decode_rows=max(padded, single), features=made.largest.features,
+                          max_tokens=made.largest.max_tokens if self._graphs else tokens)
         return Bucket(decode_rows=single, prefill_rows=sum(chunks), prefills=len(chunks), max_tokens=tokens,
                       features=made.largest.features if single else Features.NONE)
 

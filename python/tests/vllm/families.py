@@ -36,7 +36,7 @@ def save(family: str, folder: Path) -> Path:
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     if family == "Gemma2":  # vLLM has its embeddings tied; were they large, a token would follow itself.
         with torch.no_grad():
-            model.model.embed_tokens.weight *= 0.1
+            model.model.embed_tokens.weight *= 0.03
     if family == "GptOss":
         for layer in model.model.layers:
             torch.nn.init.normal_(layer.self_attn.sinks, 1.0)

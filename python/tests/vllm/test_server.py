@@ -43,7 +43,7 @@ def installed(folder: Path) -> Path:
 
 
 class Server:
-    """`vllm serve` with these words."""
+    """vLLM's server with these words."""
 
     def __init__(self, folder: Path, model: Path, *words: str) -> None:
         with socket.socket() as free:
@@ -53,9 +53,9 @@ class Server:
         path = os.pathsep.join([str(installed(folder)), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "INFO"}
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING")  # Processes as vLLM has them.
-        # The command `vllm` is this module's.
+        # What `vllm serve` runs. The command itself does not find its own version in packages for the CPU.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--worker-cls",
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--worker-cls",
              "sluice.vllm.Worker", "--attention-backend", "CUSTOM", "--host", "127.0.0.1", "--port", str(port),
              "--served-model-name", "served", *words],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True)

@@ -67,13 +67,17 @@ def test_tokens_with_two_forwards_under_way(family: str, host_bytes: int, model_
 
 def test_sinks(model_of: Callable[[str], Path]) -> None:
     """Against transformers: vLLM's own attention on the CPU takes sinks of bf16 alone."""
-    folder = model_of("GptOss")
+    folder, given = model_of("GptOss"), PROMPTS[:4]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config = transformers.GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
-    own = [model.generate(torch.tensor([ids]), generation_config=config)[0, len(ids):].tolist() for ids in PROMPTS[:4]]
-    assert len({token for tokens in own for token in tokens}) > 10
+    model.generation_config.eos_token_id = None
+    config = transformers.GenerationConfig(max_new_tokens=40, do_sample=False, pad_token_id=0)
+    own = [model.generate(torch.tensor([ids]), generation_config=config)[0, len(ids):].tolist() for ids in given]
+    assert len({token for tokens in own for token in tokens}) > 10 and all(len(tokens) == 40 for tokens in own)
     with Engine(folder, {}) as engine:
-        assert engine.tokens(PROMPTS[:4], greedy(40)) == own
+        assert engine.tokens(given, greedy(40)) == own
+        for name in engine.link.layers:
+            engine.worker.vllm_config.compilation_config.static_forward_context[name].impl.sinks = None
+        assert engine.tokens(given, greedy(40)) != own
 
 
 def test_a_layer_without_values_says_something_else(model_of: Callable[[str], Path],
