@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import (AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder,
                                        AttentionType, MultipleOf)
 
@@ -47,20 +48,28 @@ class Link:
         return Metadata(forwards.planned, True)
 
 
-_linked: list[Link] = []  # The newest worker's of this process: vLLM makes a worker, and then its model.
+# By the part of a configuration that all of a model's layers share; vLLM copies the rest for parts of a model.
+_links: dict[int, tuple[Any, Link]] = {}
 
 
-def link(settings: Settings, requests: Callable[[], Sequence[str]]) -> Link:
-    """Of a new worker: layers and builders that are made from now on are its own."""
-    _linked[:] = [Link(settings, requests)]
-    return _linked[0]
+def link(config: Any, settings: Settings, requests: Callable[[], Sequence[str]]) -> Link:
+    """Of a new worker with this configuration: the model and the builders that are made with it find it."""
+    shared = config.compilation_config
+    _links[id(shared)] = shared, Link(settings, requests)  # Held, so that no other one has its number.
+    return _links[id(shared)][1]
 
 
-def _linked_now() -> Link:
-    if not _linked:
+def unlink(config: Any) -> None:
+    """Of a worker that has ended."""
+    _links.pop(id(config.compilation_config), None)
+
+
+def _link_of(config: Any) -> Link:
+    found = _links.get(id(config.compilation_config))
+    if found is None:
         raise InvalidArgument("--attention-backend CUSTOM is Sluice's, which needs its worker: give --worker-cls "
                               "sluice.vllm.Worker, too")
-    return _linked[0]
+    return found[1]
 
 
 @dataclass
@@ -77,7 +86,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._link = _linked_now()
+        self._link = _link_of(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -118,7 +127,7 @@ class Attention(AttentionImpl):
             if wrong:
                 raise Unsupported(f"a layer of the model has {what}, which Sluice does not serve: serve it without "
                                   "--worker-cls")
-        self._link = _linked_now()
+        self._link = _link_of(get_current_vllm_config())
         # vLLM's own names.
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from sluice.errors import InvalidArgument, Unsupported
-from sluice.vllm._backend import Attention, link
+from sluice.vllm._backend import Attention, link, unlink
 from sluice.vllm._config import BACKEND, refuse, settings_of
 from sluice.vllm._engine import block_bytes, in_order, make_engine
 from sluice.vllm._forwards import Forwards
@@ -38,13 +40,13 @@ class Worker(_Worker):
         refuse(vllm_config, settings)
         if vllm_config.cache_config.enable_prefix_caching:
             raise InvalidArgument("vLLM has not loaded Sluice's plug-in, as VLLM_PLUGINS names others: add sluice to it")
-        self._link = link(settings, lambda: self.model_runner.input_batch.req_ids)
+        self._link = link(vllm_config, settings, lambda: self.model_runner.input_batch.req_ids)
         register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
-        if current_platform.is_cpu():
-            # The CPU's platform knows one backend, whichever is asked for.
-            register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
-            selector._cached_get_attn_backend.cache_clear()
         super().__init__(vllm_config, *arguments, **options)
+
+    def load_model(self, *arguments: Any, **options: Any) -> None:
+        with _chosen() if current_platform.is_cpu() else contextlib.nullcontext():
+            super().load_model(*arguments, **options)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """What vLLM is to keep: a token takes two bytes of each layer. Its blocks count the engine's pages."""
@@ -100,6 +102,7 @@ class Worker(_Worker):
 
     def shutdown(self) -> None:
         super().shutdown()
+        unlink(self.vllm_config)
         forwards, self._link.forwards = self._link.forwards, None
         if forwards is not None:
             forwards.close()
@@ -123,6 +126,19 @@ class Worker(_Worker):
             if failed:
                 setattr(output, FAILED, failed)
         return output
+
+
+@contextlib.contextmanager
+def _chosen() -> Iterator[None]:
+    """In it the layers of a model get Sluice's attention on a CPU, whose platform knows one backend, whichever is asked
+    for. Other engines of this process have vLLM's own."""
+    register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+        selector._cached_get_attn_backend.cache_clear()
 
 
 class _Later(AsyncModelRunnerOutput):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": 
                    # Or torch compiles and runs a program for each kind of vectors that the CPU may have.
                    "TORCHINDUCTOR_VEC_ISA_OK": "1"})
 
-from engines import Engine  # noqa: E402
 from families import save  # noqa: E402
 
 SMOLLM2 = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sluice" / "models" / "smollm2"
@@ -39,10 +38,3 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def smollm2() -> Path:
     assert SMOLLM2.is_dir(), f"there is no {SMOLLM2}; tools/python_env.sh makes it"
     return SMOLLM2
-
-
-@pytest.fixture(scope="module")
-def qwen3(model_of: Callable[[str], Path]) -> Iterator[Engine]:
-    """With Sluice, for tests that leave it as it was."""
-    with Engine(model_of("Qwen3"), {}) as engine:
-        yield engine

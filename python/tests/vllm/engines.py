@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import sluice
+import torch
 import vllm.model_executor.models.registry as registry
 from sluice.vllm import register
 from sluice.vllm._backend import Link
@@ -15,8 +17,6 @@ from sluice.vllm._forwards import Forwards
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.abstract import Executor
 
@@ -64,9 +64,6 @@ class Engine:
 
     def __init__(self, model: Path, sluice: Mapping[str, Any] | None, *, asynchronous: bool = False,
                  **changes: Any) -> None:
-        if sluice is None:  # A worker of Sluice's that was here before has the CPU's backend.
-            AttentionBackendEnum.CPU_ATTN.clear_override()
-            selector._cached_get_attn_backend.cache_clear()
         config = configured(model, sluice, **changes)
         if asynchronous:  # The CPU's platform turns it off.
             config.scheduler_config.async_scheduling = True
@@ -124,3 +121,30 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Breaks:
+    """Has a step's forward fail in its second layer, or when it is finished."""
+
+    def __init__(self, engine: Engine, step: int, late: bool) -> None:
+        self._far, self._step, self._late = engine.forwards.engine, step, late
+        self.broke = 0
+
+    def __call__(self, step: int, numbers: list[str]) -> None:
+        if step == self._step and self._late:
+            self._far.finish = self._finish
+        elif step == self._step:
+            self._far.attend = self._attend
+
+    def _attend(self, bucket: sluice.Bucket, layer: int, *tensors: torch.Tensor, **options: object) -> None:
+        if layer == 1:
+            del self._far.attend
+            self.broke += 1
+            raise sluice.DeviceError("the device failed, as a test wants")
+        sluice.Engine.attend(self._far, bucket, layer, *tensors, **options)
+
+    def _finish(self, forward: int) -> None:
+        del self._far.finish
+        self.broke += 1
+        self._far.cancel(forward)
+        raise sluice.DeviceError("the device failed, as a test wants")

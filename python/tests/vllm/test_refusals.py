@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import sluice
 import sluice.vllm
+import torch
 import vllm
 from engines import Engine, arguments, configured
 from sluice.serving.process import Settings as Server
 from sluice.vllm._config import adapt, settings_of
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -134,19 +135,25 @@ def test_the_memory_that_a_refusal_asks_for_is_enough(llama: Path) -> None:
         assert engine.forwards.engine.options.host_bytes == least
 
 
-def test_the_backend_needs_the_worker(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.vllm._backend._linked", [])
+def layer_of(config: VllmConfig, **options: Any) -> Any:
+    """One layer's attention, as vLLM makes it."""
+    with set_current_vllm_config(config):
+        return sluice.vllm.Backend.get_impl_cls()(4, 32, 1.0, 2, **options)
+
+
+def test_the_backend_needs_the_worker(llama: Path) -> None:
     with pytest.raises(sluice.InvalidArgument, match="give --worker-cls sluice.vllm.Worker, too"):
-        sluice.vllm.Backend.get_impl_cls()(4, 32, 1.0, 2)
+        layer_of(configured(llama, None))
 
 
 @pytest.mark.parametrize(("options", "said"), [
     ({"alibi_slopes": [0.5] * 4}, "ALiBi"), ({"attn_type": "encoder_only"}, "encoder_only"),
     ({"kv_sharing_target_layer_name": "layers.0"}, "layers.0"), ({"chunk_lookback": 2}, "chunk_lookback"),
+    ({"logits_soft_cap": 30.0, "sinks": torch.zeros(4)}, "both a soft-cap and sinks"),
 ])
-def test_layers(options: dict[str, Any], said: str) -> None:
+def test_layers(llama: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(sluice.Unsupported, match=f"{said}.*serve it without --worker-cls"):
-        sluice.vllm.Backend.get_impl_cls()(4, 32, 1.0, 2, **options)
+        layer_of(configured(llama, {}), **options)
 
 
 def test_another_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
