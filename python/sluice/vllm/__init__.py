@@ -2,8 +2,8 @@
 
     vllm serve DIR --worker-cls sluice.vllm.Worker --attention-backend CUSTOM
 
-vLLM finds `register` by the entry point `vllm.general_plugins` of this package. Options of the engine are under "sluice"
-in `--additional-config`. docs/vllm.md says what is served, and what is refused.
+vLLM finds `register` by the entry point `vllm.general_plugins` of this package. Options of the engine are under
+"sluice" in `--additional-config`. docs/vllm.md says what is served, and what is refused.
 """
 
 from __future__ import annotations

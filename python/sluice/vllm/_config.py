@@ -86,19 +86,21 @@ def refuse(config: Any, settings: Settings) -> None:
     _refuse_cache(config, settings)
     parallel, attention = config.parallel_config, config.attention_config
     for wrong, what, remedy in (
-        (config.speculative_config is not None, "speculative decoding, whose lengths are upper bounds when a forward is "
-         "planned", "leave --speculative-config out"),
+        (config.speculative_config is not None, "speculative decoding, whose lengths are upper bounds when a forward "
+         "is planned", "leave --speculative-config out"),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism (DCP)",
          "leave --decode-context-parallel-size out"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism (PCP)",
          "leave --prefill-context-parallel-size out"),
         (parallel.use_ubatching, "microbatches (dual batch overlap)", "leave --enable-dbo out"),
         (parallel.world_size > 1, "tensor and pipeline parallelism, which no test has run with it",
-         "leave --tensor-parallel-size and --pipeline-parallel-size out, or use `python -m sluice serve` under torchrun"),
+         "leave --tensor-parallel-size and --pipeline-parallel-size out, or use `python -m sluice serve` under "
+         "torchrun"),
         (attention.backend not in (None, AttentionBackendEnum.CUSTOM) or bool(attention.backend_per_kind),
          "another attention backend", "give --attention-backend CUSTOM"),
         (attention.use_non_causal, "attention that is not causal", "leave use_non_causal out"),
-        (config.use_v2_model_runner, "vLLM's second model runner", "leave VLLM_USE_V2_MODEL_RUNNER out, or set it to 0"),
+        (config.use_v2_model_runner, "vLLM's second model runner",
+         "leave VLLM_USE_V2_MODEL_RUNNER out, or set it to 0"),
     ):
         if wrong:
             raise Unsupported(f"Sluice does not serve {what}: {remedy}")
@@ -127,10 +129,11 @@ def _refuse_cache(config: Any, settings: Settings) -> None:
         raise Unsupported(f"--kv-cache-dtype {cache.cache_dtype}: Sluice keeps keys and values of the model's type, or "
                           f'rounded by itself: leave it out, and give {OWNER}kv_dtype "fp8_e4m3" for 8 bits')
     if config.kv_transfer_config is not None:
-        raise Unsupported("Sluice does not serve KV connectors and --kv-offloading-size: its keys and values are in host "
-                          "memory already, and vLLM has none that could be moved; leave them out")
+        raise Unsupported("Sluice does not serve KV connectors and --kv-offloading-size: its keys and values are in "
+                          "host memory already, and vLLM has none that could be moved; leave them out")
     if cache.kv_sharing_fast_prefill:
-        raise Unsupported("Sluice does not serve layers that share keys and values: leave --kv-sharing-fast-prefill out")
+        raise Unsupported("Sluice does not serve layers that share keys and values: leave "
+                          "--kv-sharing-fast-prefill out")
     if cache.kv_cache_memory_bytes not in (None, settings.host_bytes) or cache.num_gpu_blocks_override is not None:
-        raise InvalidArgument("--kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE and --num-gpu-blocks-override say how much "
-                              f"vLLM itself keeps, which is nothing: leave them out, and give {OWNER}host_bytes")
+        raise InvalidArgument("--kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE and --num-gpu-blocks-override say how "
+                              f"much vLLM itself keeps, which is nothing: leave them out, and give {OWNER}host_bytes")

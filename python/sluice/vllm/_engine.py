@@ -23,12 +23,12 @@ def in_order(specs: Mapping[str, Any]) -> list[str]:
     @throws Unsupported naming a layer that is not served"""
     for name, spec in specs.items():
         if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
-            raise Unsupported(f"layer {name} has a cache of the kind {type(spec).__name__}; Sluice serves full attention "
-                              "and windows of the newest tokens: serve the model without --worker-cls")
+            raise Unsupported(f"layer {name} has a cache of the kind {type(spec).__name__}; Sluice serves full "
+                              "attention and windows of the newest tokens: serve the model without --worker-cls")
     indices = {name: extract_layer_index(name) for name in specs}
     if len(set(indices.values())) != len(indices):
-        raise Unsupported(f"layers {', '.join(sorted(indices))} have the same numbers; Sluice serves models whose layers "
-                          "attend once each: serve the model without --worker-cls")
+        raise Unsupported(f"layers {', '.join(sorted(indices))} have the same numbers; Sluice serves models whose "
+                          "layers attend once each: serve the model without --worker-cls")
     return sorted(indices, key=indices.__getitem__)
 
 
@@ -76,8 +76,8 @@ def kv_dtype(layers: Sequence[Any], device: torch.device) -> str:
                           "float16 or bfloat16; give --dtype bfloat16")
     kind = kinds.pop()
     if kind == torch.float32 and device.type != "cpu":
-        raise Unsupported("the model is of float32, and kernels keep keys and values as float16 or bfloat16: give --dtype "
-                          "bfloat16")
+        raise Unsupported("the model is of float32, and kernels keep keys and values as float16 or bfloat16: give "
+                          "--dtype bfloat16")
     return DTYPES[kind]
 
 
@@ -85,8 +85,8 @@ def _shape(layers: Sequence[Any]) -> dict[str, int]:
     """Heads and their size; where ranks share a model, this rank's."""
     shapes = {(each.num_heads, each.num_kv_heads, each.head_size, each.head_size_v) for each in layers}
     if len(shapes) > 1:
-        raise Unsupported(f"the model has layers of different heads {sorted(shapes)}; Sluice serves one shape: serve it "
-                          "without --worker-cls")
+        raise Unsupported(f"the model has layers of different heads {sorted(shapes)}; Sluice serves one shape: serve "
+                          "it without --worker-cls")
     heads, kv_heads, size, value_size = shapes.pop()
     if value_size != size:
         raise Unsupported(f"the model has keys of {size} numbers and values of {value_size}; Sluice serves one size: "

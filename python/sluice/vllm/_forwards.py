@@ -53,7 +53,8 @@ class _Sequence:
 class Forwards:
     """Not to be used by two threads at once."""
 
-    def __init__(self, engine: Engine, policy: str, *, ahead: int = 0, goes_on: bool = True, graphs: bool = False) -> None:
+    def __init__(self, engine: Engine, policy: str, *, ahead: int = 0, goes_on: bool = True,
+                 graphs: bool = False) -> None:
         """`goes_on`: a forward that fails ends its requests, by `failed`; else its error is raised. `graphs`: forwards
         of single tokens may be replayed from graphs, which are captured for the longest context."""
         self.engine, self._policy, self._ahead, self._goes_on = engine, policy, ahead, goes_on
@@ -119,7 +120,8 @@ class Forwards:
             self._sequences[each.request].tokens += each.tokens
         return bucket
 
-    def attend(self, bucket: Bucket, layer: int, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any = None) -> None:
+    def attend(self, bucket: Bucket, layer: int, q: Any, k: Any, v: Any, out: Any, lse: Any,
+               stream: Any = None) -> None:
         """The next layer of the step's forward."""
         if self._error is not None:
             out.zero_()

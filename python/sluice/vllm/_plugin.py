@@ -21,8 +21,8 @@ def version() -> str:
 def refuse_version() -> None:
     """Raises Unsupported if vLLM is of a version that was not tested."""
     if version() not in TESTED:
-        raise Unsupported(f"vLLM {version()} was not tested with Sluice, whose parts for vLLM stand on what changes from "
-                          f"one version to the next; install vLLM {' or '.join(TESTED)}")
+        raise Unsupported(f"vLLM {version()} was not tested with Sluice, whose parts for vLLM stand on what changes "
+                          f"from one version to the next; install vLLM {' or '.join(TESTED)}")
 
 
 def register() -> None:

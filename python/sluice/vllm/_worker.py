@@ -26,8 +26,8 @@ if current_platform.is_cpu():
 elif current_platform.is_cuda():
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 else:
-    raise Unsupported(f"vLLM runs on {current_platform.device_name or 'no device'} here; Sluice serves NVIDIA's GPUs and "
-                      "the CPU")
+    raise Unsupported(f"vLLM runs on {current_platform.device_name or 'no device'} here; Sluice serves NVIDIA's GPUs "
+                      "and the CPU")
 
 logger = init_logger("vllm.sluice")
 
@@ -39,7 +39,8 @@ class Worker(_Worker):
         settings = settings_of(vllm_config)
         refuse(vllm_config, settings)
         if vllm_config.cache_config.enable_prefix_caching:
-            raise InvalidArgument("vLLM has not loaded Sluice's plug-in, as VLLM_PLUGINS names others: add sluice to it")
+            raise InvalidArgument("vLLM has not loaded Sluice's plug-in, as VLLM_PLUGINS names others: add sluice to "
+                                  "it")
         self._link = link(vllm_config, settings, lambda: self.model_runner.input_batch.req_ids)
         register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
         super().__init__(vllm_config, *arguments, **options)
@@ -79,8 +80,8 @@ class Worker(_Worker):
             goes_on=str(scheduler.scheduler_cls).startswith("sluice.vllm."),
             graphs=not current_platform.is_cpu() and graphs.has_full_cudagraphs())
         made = engine.options
-        logger.info("Sluice keeps %d layers of keys and values (%s, policy %s) in %.2f GiB of host memory%s.", made.layers,
-                    made.kv_dtype, settings.policy, made.host_bytes / 2**30,
+        logger.info("Sluice keeps %d layers of keys and values (%s, policy %s) in %.2f GiB of host memory%s.",
+                    made.layers, made.kv_dtype, settings.policy, made.host_bytes / 2**30,
                     f" and {made.near_bytes / 2**30:.2f} GiB of the GPU's" if made.near_bytes else "")
         return available
 

@@ -117,7 +117,7 @@ def test_options_that_are_none(llama: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "changes", "said"), [
-    ({"host_bytes": 1 << 18}, {}, r"host_bytes is 262,144, which do not hold a sequence of 256 tokens; give \S+ at least"),
+    ({"host_bytes": 1 << 18}, {}, r"host_bytes is 262,144, which do not hold a sequence of 256 tokens; give \S+ at"),
     ({"page_tokens": 64}, {}, "--block-size is 32 and .*page_tokens 64"),
     ({"policy": "infinigen"}, {}, "rehearsed queries"),
 ])

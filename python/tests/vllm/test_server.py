@@ -1,5 +1,5 @@
-"""vLLM's server with Sluice, as a user starts it: the plug-in is found by its entry point, and OpenAI's client gets text,
-tools and JSON."""
+"""vLLM's server with Sluice, as a user starts it: the plug-in is found by its entry point, and OpenAI's client gets
+text, tools and JSON."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ class Server:
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     started = Server(tmp_path_factory.mktemp("server"), smollm2, "--max-model-len", "512", "--max-num-seqs", "4",
                      "--max-num-batched-tokens", "256", "--dtype", "float32", "--enforce-eager",
-                     "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--additional-config.sluice.policy", "full",
+                     "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+                     "--additional-config.sluice.policy", "full",
                      "--additional-config.sluice.host_bytes", "128MiB")
     try:
         started.wait()

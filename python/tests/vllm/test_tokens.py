@@ -1,5 +1,5 @@
-"""With the policy `full` vLLM's tokens are its own: families, mixed lengths, chunks of prompts, preemption, two forwards
-under way."""
+"""With the policy `full` vLLM's tokens are its own: families, mixed lengths, chunks of prompts, preemption, two
+forwards under way."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_layer_without_values_says_something_else(model_of: Callable[[str], Pa
 
 
 def test_smollm2(smollm2: Path) -> None:
-    """Which others have trained, in f32: tokens of text, and likelihoods of a prompt."""
+    """Which others have trained, in f32: tokens of text, with likelihoods of the prompts asked for."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     given = [tokenizer(text).input_ids for text in (
         "A sluice is a gate that lets water through. It is built where a", "The capital of France",
@@ -117,4 +117,5 @@ def test_other_policies_and_types_answer(model_of: Callable[[str], Path]) -> Non
         with Engine(model_of("Llama"), options, dtype=dtype) as engine:
             answers = engine.run(PROMPTS, greedy(8))
             assert [(len(each.tokens), each.reason) for each in answers] == [(8, "length")] * len(PROMPTS)
-            assert engine.forwards.engine.options.kv_dtype == options.get("kv_dtype", {"float32": "f32"}.get(dtype, "bf16"))
+            kept = options.get("kv_dtype", {"float32": "f32"}.get(dtype, "bf16"))
+            assert engine.forwards.engine.options.kv_dtype == kept
