@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+_WRITTEN = tempfile.TemporaryDirectory(prefix="sluice-vllm.")  # Goes with the process.
+
 # Before vLLM is imported. Engines run in this process, and nothing is written to the user's directories.
 os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
-                   "VLLM_CACHE_ROOT": tempfile.mkdtemp(prefix="sluice-vllm."), "HF_HUB_OFFLINE": "1",
-                   "VLLM_CONFIG_ROOT": tempfile.gettempdir(), "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                   "VLLM_CACHE_ROOT": _WRITTEN.name, "HF_HUB_OFFLINE": "1",
+                   "VLLM_CONFIG_ROOT": _WRITTEN.name, "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                    # Or torch compiles and runs a program for each kind of vectors that the CPU may have.
                    "TORCHINDUCTOR_VEC_ISA_OK": "1"})
 
