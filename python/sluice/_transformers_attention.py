@@ -10,8 +10,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from sluice._torch import same_number, scaled
 from sluice._transformers_cache import SluiceLayer, take_handed
-from sluice._transformers_support import hides_nothing, refuse_options, same_number, scaled
+from sluice._transformers_support import hides_nothing, refuse_options
 from sluice.errors import InvalidArgument, Unsupported
 
 

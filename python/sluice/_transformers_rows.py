@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sluice._torch import take_sinks
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, OutOfCapacity, Timeout, Unsupported
 from sluice.options import Bucket, PlanItem, bucket_tokens
@@ -261,13 +262,6 @@ class Rows:
         if self._kept is not None:
             return tensor.transpose(1, 2)[self._kept]
         return tensor.transpose(1, 2).flatten(0, 1)
-
-
-def take_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Gives sinks [q_heads], logits without a value, their share of the softmax: out [tokens, q_heads, head_dim] in
-    place, lse [tokens, q_heads] in f32."""
-    # A sink has exp(sink) / (exp(sink) + exp(lse)), and what is attended has the rest.
-    out.copy_(out.float() * torch.sigmoid(lse - sinks.float())[..., None])
 
 
 def _end_all(turn: Turn, sequences: list[int]) -> None:

@@ -12,13 +12,13 @@ import transformers
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
 from sluice._near import SHARE, DeviceMemory, settle_near
+from sluice._torch import DTYPES, same_number
 from sluice._transformers_cache import LayerKind
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.options import DENSE_AUTO, EngineOptions, Features
 
 NAME = "sluice"
 _NAMES = (NAME, "sluice_packed")  # The second is sluice.serving's.
-DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 # Of other types the layers themselves hold more than keys and values, or choose what they attend.
 _LIBRARY_TYPES = ("sliding_attention", "chunked_attention", "linear_attention", "conv", "moe", "mlp", "dummy")
 
@@ -98,18 +98,6 @@ def choose_near(made: EngineOptions, given: int | None, tokens: int, share: floa
     None, as default_near_bytes has it. On the CPU nothing is near unless it is given."""
     if made.device != "cpu":
         settle_near(made, given, tokens, DeviceMemory(*torch.cuda.mem_get_info(made.device)), share)
-
-
-def same_number(a: float, b: float) -> bool:
-    """But for rounding to float32."""
-    return abs(a - b) <= 1e-6 * max(abs(a), abs(b))
-
-
-def scaled(query: torch.Tensor, scaling: float | None, made: EngineOptions) -> torch.Tensor:
-    """A query for which the engine's scale is what the call's is for this one."""
-    usual = query.shape[-1] ** -0.5
-    scale, wanted = made.scale or usual, usual if scaling is None else scaling
-    return query if same_number(scale, wanted) else query * (wanted / scale)
 
 
 def _layer_configs(config: Any, layers: int) -> list[Any]:

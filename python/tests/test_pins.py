@@ -17,7 +17,7 @@ BASE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sluice"
 # The file, and where its packages are.
 PLACES = {"requirements.txt": "venv/lib/python3*/site-packages", "requirements-newest.txt": "newest",
           "requirements-build.txt": "build", "requirements-site.txt": "site",
-          "requirements-gguf.txt": "gguf", "requirements-extras.txt": "extras"}
+          "requirements-gguf.txt": "gguf", "requirements-extras.txt": "extras", "requirements-vllm.txt": "vllm"}
 
 
 def plain(name: str) -> str:

@@ -272,8 +272,8 @@ TEST_CASE("every allocation of a sequence of an engine may fail", "[memory_fault
     REQUIRE(which < 1'000'000);
   }
   REQUIRE(reports > 5);
-  // Of the threads that choose.
-  if (spec.estimate == Estimate::exact) REQUIRE(choices > 0);
+  // Of the threads that choose, if few enough allocations were passed over.
+  if (spec.estimate == Estimate::exact && !kThreadSanitized) REQUIRE(choices > 0);
 }
 
 TEST_CASE("every allocation of a fork whose policy has learnt, and of what it says then, may fail",

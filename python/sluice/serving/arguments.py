@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -196,12 +196,14 @@ def in_arguments(text: str) -> str:
     return re.sub(r"(?:EngineOptions|AdmissionOptions)\.(\w+)", argument, text)
 
 
-def check_options(options: dict[str, Any], policy: str) -> None:
-    """Refuses names and values that no engine takes, and policies that there are not."""
-    known = {each.name for each in dataclasses.fields(EngineOptions)} - set(_OTHERS)
+def check_options(options: dict[str, Any], policy: str, said: str = "--option ",
+                  others: Mapping[str, str] = _OTHERS) -> None:
+    """Refuses names and values that no engine takes, and policies that there are not. `said`: what messages have before
+    a name. `others`: which options are not given so, and what sets them."""
+    known = {each.name for each in dataclasses.fields(EngineOptions)} - set(others)
     for name, value in options.items():
-        if name in _OTHERS:
-            raise InvalidArgument(f"--option {name}: {_OTHERS[name]} sets it")
+        if name in others:
+            raise InvalidArgument(f"{said}{name}: {others[name]} sets it")
         if name not in known:
             raise InvalidArgument(f"there is no option {name}; there are {', '.join(sorted(known))}")
         try:
@@ -209,10 +211,10 @@ def check_options(options: dict[str, Any], policy: str) -> None:
                 raise ValueError
             _engine_options(**{name: value})._to_struct()
         except InvalidArgument as reason:
-            raise InvalidArgument(f"--option {reason}") from None
+            raise InvalidArgument(f"{said}{reason}") from None
         except (AttributeError, TypeError, KeyError, OverflowError, ValueError, ctypes.ArgumentError, RecursionError):
             # Of words where numbers should be, and the like.
-            raise InvalidArgument(f"--option {name}: it may not be {shown(str(value))}") from None
+            raise InvalidArgument(f"{said}{name}: it may not be {shown(str(value))}") from None
     _engine_options(**options).make_room_for(policy, 1)
 
 

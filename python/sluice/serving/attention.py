@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from sluice._transformers_rows import take_sinks
-from sluice._transformers_support import refuse_options, same_number, scaled
+from sluice._torch import same_number, scaled, take_sinks
+from sluice._transformers_support import refuse_options
 from sluice.engine import Engine
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.options import Bucket, EngineOptions

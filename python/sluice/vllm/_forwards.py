@@ -1,0 +1,236 @@
+"""Sequences of an engine for the requests of vLLM, and the forwards that are under way.
+
+A step of vLLM is one forward:
+
+    start(ended)     requests that have ended or lost their memory give up their sequences
+    plan(rows)       once, when vLLM builds its metadata
+    attend(...)      once for each layer; after an error the model runs on, with attention of 0
+    stop()           the model has run
+    failed()         the requests of forwards that came to nothing, which vLLM is to be told of
+
+Up to `ahead` steps are planned before the one at hand has been finished, as asynchronous scheduling wants. What happens
+at a step is known of an older one then, and a sequence ends when the last forward with it has been finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sluice.engine import Engine
+from sluice.errors import Error, InternalError, OutOfCapacity
+from sluice.options import Bucket, Features, PlanItem, bucket_tokens
+
+
+@dataclass(frozen=True)
+class Rows:
+    """New tokens of a request, consecutive rows of a forward."""
+
+    request: str
+    tokens: int
+    first: int  #: position of the first one
+    prefill: bool  #: a chunk of a prompt, or of what was answered before the request was preempted
+
+
+@dataclass
+class _Flight:
+    """A forward that is under way."""
+
+    number: int
+    requests: list[str]
+    sequences: list[int]
+
+
+@dataclass
+class _Sequence:
+    number: int
+    tokens: int = 0  #: with those of forwards that are under way
+
+
+class Forwards:
+    """Not to be used by two threads at once."""
+
+    def __init__(self, engine: Engine, policy: str, *, ahead: int = 0, goes_on: bool = True,
+                 graphs: bool = False) -> None:
+        """`goes_on`: a forward that fails ends its requests, by `failed`; else its error is raised. `graphs`: forwards
+        of single tokens may be replayed from graphs, which are captured for the longest context."""
+        self.engine, self._policy, self._ahead, self._goes_on = engine, policy, ahead, goes_on
+        self._graphs = graphs
+        self._sequences: dict[str, _Sequence] = {}
+        self._leaving: list[int] = []  # Sequences without a request, which forwards under way may have.
+        self._flights: deque[_Flight] = deque()
+        self._failed: set[str] = set()
+        self._broken: set[str] = set()  # Those that failed and have not ended yet.
+        self._running = False
+        # Of this step:
+        self._rows: list[Rows] = []
+        self._bucket: Bucket | None = None
+        self._flight: _Flight | None = None
+        self._error: Exception | None = None
+        self.preemptions = 0  #: sequences that ended before their requests
+        self.most_under_way = 0  #: forwards at once
+
+    @property
+    def running(self) -> bool:
+        """Whether a step has been started and not stopped: what vLLM builds metadata for is that, and no trial."""
+        return self._running
+
+    @property
+    def planned(self) -> Bucket | None:
+        """The bucket of this step, if it is planned."""
+        return self._bucket
+
+    def __len__(self) -> int:
+        """Requests that have sequences."""
+        return len(self._sequences)
+
+    def start(self, finished: Iterable[str], preempted: Iterable[str] = ()) -> None:
+        """A step. Finished requests are not heard of again; preempted ones begin again with all their tokens."""
+        for request in preempted:
+            self.preemptions += self._leave(request)
+        for request in finished:
+            self._leave(request)
+            self._broken.discard(request)
+        self._settle(self._ahead)
+        self._running, self._rows, self._bucket, self._flight, self._error = True, [], None, None, None
+
+    def plan(self, rows: Sequence[Rows], padded: int, stream: Any = None) -> Bucket:
+        """Plans the step's forward. `padded`: its rows, with padding, if all are single tokens: then they choose what
+        they attend, also those of prompts, as a graph has rows of one kind."""
+        self._rows = list(rows)
+        self._bucket = bucket = self._bucket_of(rows, padded)
+        try:
+            items = [PlanItem(self._sequence_of(each), each.tokens, each.prefill) for each in rows]
+            try:
+                number = self.engine.plan(items, bucket, stream)
+            except OutOfCapacity:
+                # Room that vLLM has counted may still be held by sequences that leave.
+                self._settle(0)
+                number = self.engine.plan(items, bucket, stream)
+        except Error as error:
+            self._fail(error)
+            return bucket
+        self._flight = _Flight(number, [each.request for each in rows], [item.sequence for item in items])
+        self._flights.append(self._flight)
+        self.most_under_way = max(self.most_under_way, len(self._flights))
+        for each in rows:
+            self._sequences[each.request].tokens += each.tokens
+        return bucket
+
+    def attend(self, bucket: Bucket, layer: int, q: Any, k: Any, v: Any, out: Any, lse: Any,
+               stream: Any = None) -> None:
+        """The next layer of the step's forward."""
+        if self._error is not None:
+            out.zero_()
+            return
+        try:
+            self.engine.attend(bucket, layer, q, k, v, out, lse, stream=stream)
+        except Error as error:
+            out.zero_()
+            self._fail(error)
+
+    def stop(self, raised: bool = False) -> None:
+        """The model has run, or `raised` an error of its own."""
+        self._running = False
+        if self._error is not None or raised:
+            self._give_up()
+
+    def failed(self) -> set[str]:
+        """Requests of forwards that came to nothing since this was called last. Without forwards ahead the newest is
+        awaited."""
+        if not self._ahead:
+            self._settle(0)
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def close(self) -> None:
+        """Gives the engine's memory back."""
+        self.engine.close()
+
+    def _bucket_of(self, rows: Sequence[Rows], padded: int) -> Bucket:
+        made = self.engine.options
+        tokens = bucket_tokens(max((each.first + each.tokens for each in rows), default=1), made)
+        chunks = [each.tokens for each in rows if each.prefill]
+        single = sum(each.tokens for each in rows if not each.prefill)
+        if not chunks:
+            # Whether a graph is replayed is decided later.
+            return Bucket(decode_rows=max(padded, single), features=made.largest.features,
+                          max_tokens=made.largest.max_tokens if self._graphs else tokens)
+        return Bucket(decode_rows=single, prefill_rows=sum(chunks), prefills=len(chunks), max_tokens=tokens,
+                      features=made.largest.features if single else Features.NONE)
+
+    def _sequence_of(self, rows: Rows) -> int:
+        """The engine's number for a request, which has the tokens before these."""
+        kept = self._sequences.get(rows.request)
+        if rows.request in self._broken:
+            # vLLM planned it before it was told of the failure: whatever comes of it is thrown away.
+            self._leave(rows.request)
+            kept = None
+        elif (kept.tokens if kept is not None else 0) != rows.first:
+            raise InternalError(f"request {rows.request} goes on at token {rows.first}, and the engine has "
+                                f"{kept.tokens if kept is not None else 0}")
+        if kept is None:
+            self._sequences[rows.request] = kept = _Sequence(self._begin())
+        return kept.number
+
+    def _begin(self) -> int:
+        try:
+            return self.engine.begin(self._policy)
+        except OutOfCapacity:
+            self._settle(0)
+            return self.engine.begin(self._policy)
+
+    def _leave(self, request: str) -> bool:
+        """Gives up a request's sequence, if it has one."""
+        kept = self._sequences.pop(request, None)
+        if kept is not None:
+            self._leaving.append(kept.number)
+        return kept is not None
+
+    def _settle(self, left: int) -> None:
+        """Finishes forwards until so many are under way, and ends the sequences that leave and are in none of those."""
+        while len(self._flights) > left:
+            flight = self._flights[0]
+            try:
+                self.engine.finish(flight.number)
+                self._flights.popleft()
+            except Error as error:
+                self._lose(error)
+        busy = {sequence for flight in self._flights for sequence in flight.sequences}
+        for sequence in self._leaving:
+            if sequence not in busy:
+                self.engine.end(sequence)
+        self._leaving = [sequence for sequence in self._leaving if sequence in busy]
+
+    def _lose(self, error: Error) -> None:
+        """The oldest forward did not get to its end, and so none behind it has what it builds on."""
+        lost = [request for flight in self._flights for request in flight.requests]
+        with contextlib.suppress(Error):  # It was taken back when it failed.
+            self.engine.cancel(self._flights[0].number)
+        self._flights.clear()
+        self._end_of(lost)
+        if not self._goes_on:
+            raise error
+
+    def _fail(self, error: Exception) -> None:
+        """This step's forward has failed."""
+        self._error = error
+        if not self._goes_on:
+            raise error
+
+    def _give_up(self) -> None:
+        """Takes the step's forward back, and lets its requests fail."""
+        if self._flight is not None:
+            with contextlib.suppress(Error):  # It was taken back when it failed.
+                self.engine.cancel(self._flight.number)
+            self._flights.remove(self._flight)
+        self._end_of(each.request for each in self._rows)
+
+    def _end_of(self, requests: Iterable[str]) -> None:
+        for request in set(requests) - self._broken:
+            self._failed.add(request)
+            self._broken.add(request)
+            self._leave(request)

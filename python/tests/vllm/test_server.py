@@ -1,0 +1,160 @@
+"""vLLM's server with Sluice, as a user starts it: the plug-in is found by its entry point, and OpenAI's client gets
+text, tools and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+PYTHON = Path(__file__).parents[2]
+DEADLINE_S = 300.0
+WEATHER = {"type": "function", "function": {
+    "name": "weather", "description": "The weather of a town.",
+    "parameters": {"type": "object", "properties": {"town": {"enum": ["Delft", "Gouda"]}}, "required": ["town"],
+                   "additionalProperties": False}}}
+SCHEMA = {"type": "object", "properties": {"open": {"type": "boolean"}, "gates": {"type": "integer", "maximum": 9}},
+          "required": ["open", "gates"], "additionalProperties": False}
+
+
+def installed(folder: Path) -> Path:
+    """What pip leaves of the package's entry points, as pyproject.toml has them."""
+    project = tomllib.loads((PYTHON / "pyproject.toml").read_text())["project"]
+    information = folder / "sluice-0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: sluice\nVersion: 0\n")
+    (information / "entry_points.txt").write_text("".join(
+        f"[{group}]\n" + "".join(f"{name} = {what}\n" for name, what in points.items())
+        for group, points in project["entry-points"].items()))
+    return folder
+
+
+class Server:
+    """vLLM's server with these words."""
+
+    def __init__(self, folder: Path, model: Path, *words: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        path = os.pathsep.join([str(installed(folder)), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "INFO"}
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING")  # Processes as vLLM has them.
+        # What `vllm serve` runs. The command itself does not find its own version in packages for the CPU.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--worker-cls",
+             "sluice.vllm.Worker", "--attention-backend", "CUSTOM", "--host", "127.0.0.1", "--port", str(port),
+             "--served-model-name", "served", *words],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True)
+        self.said: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.said.append(line)
+
+    def wait(self) -> None:
+        """Until it answers, or has ended."""
+        end = time.monotonic() + DEADLINE_S
+        while self.process.poll() is None and time.monotonic() < end:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=10).status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.5)
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        finally:
+            try:  # What it has started, if that has not ended by then.
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    started = Server(tmp_path_factory.mktemp("server"), smollm2, "--max-model-len", "512", "--max-num-seqs", "4",
+                     "--max-num-batched-tokens", "256", "--dtype", "float32", "--enforce-eager",
+                     "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+                     "--additional-config.sluice.policy", "full",
+                     "--additional-config.sluice.host_bytes", "128MiB")
+    try:
+        started.wait()
+        assert started.process.poll() is None, "".join(started.said)
+        yield started
+    finally:
+        started.close()
+
+
+def test_it_says_what_it_does(server: Server) -> None:
+    said = "".join(server.said)
+    assert re.search(r"Sluice keeps 30 layers of keys and values \(f32, policy full\) in 0.12 GiB of host memory", said)
+    assert "Prefix caching is switched off: Sluice" in said
+    assert "Sluice.vllm" not in said and "Traceback" not in said
+
+
+def test_text(server: Server) -> None:
+    client = server.client()
+    options = {"model": "served", "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
+    whole = client.completions.create(**options)
+    assert "Paris" in whole.choices[0].text
+    assert whole.usage.prompt_tokens == 5 and whole.usage.completion_tokens == 12
+    pieces = [each.choices[0].text for each in client.completions.create(stream=True, **options)]
+    assert "".join(pieces) == whole.choices[0].text and len(pieces) > 4
+    chat = client.chat.completions.create(model="served", messages=[{"role": "user", "content": "Say hello."}],
+                                          max_tokens=16, temperature=0, logprobs=True, top_logprobs=2)
+    assert chat.choices[0].message.content and len(chat.choices[0].logprobs.content) > 2
+
+
+def test_tools(server: Server) -> None:
+    chat = server.client().chat.completions.create(
+        model="served", messages=[{"role": "user", "content": "How is the weather in Delft?"}], tools=[WEATHER],
+        tool_choice={"type": "function", "function": {"name": "weather"}}, max_tokens=96, temperature=0)
+    assert chat.choices[0].message.tool_calls, chat.choices[0]
+    call = chat.choices[0].message.tool_calls[0].function
+    assert call.name == "weather" and json.loads(call.arguments)["town"] in ("Delft", "Gouda")
+
+
+def test_response_format(server: Server) -> None:
+    chat = server.client().chat.completions.create(
+        model="served", messages=[{"role": "user", "content": "Which gates are open?"}], max_tokens=48, temperature=0,
+        response_format={"type": "json_schema", "json_schema": {"name": "gates", "schema": SCHEMA}})
+    answer = json.loads(chat.choices[0].message.content)
+    assert isinstance(answer["open"], bool) and answer["gates"] <= 9 and len(answer) == 2
+
+
+def test_errors_and_metrics(server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="512"):
+        server.client().completions.create(model="served", prompt="word " * 600, max_tokens=1)
+    figures = httpx.get(f"{server.url}/metrics", timeout=60).text
+    assert re.search(r"^vllm:generation_tokens_total\{.*\} [1-9]", figures, re.MULTILINE)
+    assert re.search(r"^vllm:num_preemptions_total\{.*\} 0", figures, re.MULTILINE)
+
+
+def test_a_refusal_is_the_reason_that_the_command_gives(smollm2: Path, tmp_path: Path) -> None:
+    refused = Server(tmp_path, smollm2, "--kv-cache-dtype", "fp8", "--max-model-len", "512")
+    try:
+        refused.wait()
+        assert refused.process.wait(DEADLINE_S) != 0
+        assert "--kv-cache-dtype fp8: Sluice keeps keys and values of the model's type" in "".join(refused.said)
+    finally:
+        refused.close()
