@@ -6,7 +6,6 @@
 
 #include "tests/gpu/link_rows.hpp"
 #include "tests/support/catch.hpp"
-#include "tests/support/engine_rests.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -152,7 +151,8 @@ TEST_CASE("a captured forward whose few far rows cross the link is the forward, 
   const std::uint32_t near = GENERATE(0u, 5u, 9u);
   const std::uint32_t link_rows = GENERATE(20u, 256u);
   const auto text = GENERATE(as<std::string>{}, "exact | int4 | top_k=3 | near=0,sinks=1,recent=2",
-                             "exact | int4 | top_k=40 | near=0,sinks=4,recent=24", rests::kTopK);
+                             "exact | int4 | top_k=40 | near=0,sinks=4,recent=24",
+                             "exact | int4 | sample=12 | near=0,sinks=4,recent=20");
   CAPTURE(near, link_rows, text);
   const EngineRig rig = rig_of(link_rows);
   const Story story(kShape, 360, 91);
