@@ -24,7 +24,7 @@ TEST_CASE("4-bit copies are within half a step of what they copy, its extremes e
                          .group = 1,
                          .page_tokens = page_tokens,
                          .outlier = outlier});
-  if (!under_test->supports(problem.shape(), problem.layout().near())) return;
+  if (!under_test->supports(problem.shape(), problem.layout())) return;
   const Copies copies(*under_test, problem, place(*under_test, problem));
   under_test->finish();
   for (std::uint32_t token = 0; token < problem.options().tokens; ++token) {
@@ -155,7 +155,7 @@ TEST_CASE("estimates of keys with a large constant part weigh what the keys do",
   const std::uint32_t tokens = scaled ? 300 : 600;
   Problem problem(
       {.dtype = dtype, .tokens = tokens, .head_dim = head_dim, .group = group, .page_tokens = page_tokens, .seed = 9});
-  if (!under_test->supports(problem.shape(), problem.layout().near())) return;
+  if (!under_test->supports(problem.shape(), problem.layout())) return;
   // Rows of 8 bits hold no more of a key beside a part as large as that.
   const double size = scaled ? 4.0 : 100.0;
   Random random(head_dim);
