@@ -44,34 +44,9 @@ TEST_CASE("a cut has all tokens, in as few turns as thread blocks that run at on
   }
 }
 
-TEST_CASE("sums of thread blocks have room, of all rows and of fewer, of teams of them, and of shorter ones", "[score]") {
-  for (const std::uint32_t heads : {1u, 8u, 16u, 64u, 256u, 1000u}) {
-    for (const std::uint32_t tokens : {256u, 8448u, 65'792u, 524'544u}) {
-      const std::uint64_t room = gpu::score_int4::most_blocks(heads, tokens, kRoom);
-      for (std::uint32_t drafts = 1; drafts <= 8; ++drafts) {
-        for (std::uint32_t rows = 1; rows <= heads / drafts; rows = rows < 8 ? rows + 1 : 2 * rows) {
-          for (std::uint32_t shorter = tokens; shorter != 0; shorter /= 3) {
-            CAPTURE(heads, tokens, drafts, rows, shorter);
-            REQUIRE(std::uint64_t{cut_of(rows, shorter, kRoom).blocks} * rows * drafts <= room * drafts);
-          }
-        }
-      }
-    }
-  }
-}
-
-TEST_CASE("sums have room, too, where a new key comes in beside the scores", "[score]") {
-  using gpu::score_int4::most_blocks;
-  using gpu::score_int4::room_beside;
+TEST_CASE("beside one more thread block for each row there is room for at least one that scores", "[score]") {
   for (std::uint32_t multiprocessors = 1; multiprocessors <= 160; ++multiprocessors) {
-    for (const std::uint32_t heads : {1u, 2u, 8u, 28u, 32u, 40u, 48u, 64u, 128u}) {
-      const std::uint32_t room = room_beside(heads, multiprocessors);
-      REQUIRE(room >= heads);
-      for (const std::uint32_t tokens : {256u, 65'792u, 372'992u, 484'096u, 777'472u, 861'952u, 1'048'832u}) {
-        CAPTURE(multiprocessors, heads, tokens);
-        for (std::uint32_t shorter = tokens; shorter != 0; shorter /= 3)
-          REQUIRE(std::uint64_t{cut_of(heads, shorter, room).blocks} * heads <= most_blocks(heads, tokens, room));
-      }
-    }
+    for (const std::uint32_t heads : {1u, 2u, 8u, 28u, 32u, 40u, 48u, 64u, 128u})
+      REQUIRE(gpu::score_int4::room_beside(heads, multiprocessors) >= heads);
   }
 }
