@@ -13,13 +13,11 @@ from typing import NamedTuple
 # Page: title, what it is about, headers in the order of reading. Headers that no page names are on the last one.
 PAGES = {
     "cpp_engine": ("C++: the engine", "What a program needs that embeds the engine.", (
-        "engine", "engine_options", "engine_stats", "forward", "cuda", "admission", "prefill", "placement", "audit",
-        "trace")),
+        "engine", "engine_options", "engine_stats", "bucket", "cuda", "admission", "prefill", "placement", "handover",
+        "audit", "trace")),
     "cpp_values": ("C++: policies and values", "What calls of the engine are made of.", (
-        "policy", "shape", "tensor", "units", "error", "run_clock", "page", "e4m3", "int4", "selection", "partial",
-        "progress", "top_p", "share_histogram")),
-    "cpp_devices": ("C++: devices and backends", "The contracts that a device fulfils, and what its kernels share.",
-                    ()),
+        "policy", "shape", "tensor", "units", "error", "run_clock", "page", "partial", "progress", "share_histogram")),
+    "cpp_devices": ("C++: devices", "The contract that a device fulfils.", ()),
 }
 TYPE = re.compile(
     r"(?:template\s*<[^{;]*?>\s*)?(?:struct|class|enum(?:\s+class)?|union)\s+(?:(?:\[\[\w+\]\]|alignas\(\w+\))\s*)?([\w:]+)")
