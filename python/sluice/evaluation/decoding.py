@@ -141,8 +141,10 @@ def under(setup: Setup, policies: Sequence[str], rows: int = ROWS) -> Iterator[S
 def _arguments(setup: Setup, policies: Sequence[str], rows: int) -> tuple[Any, ...]:
     # A policy that begins with queries of the prompt finds them if that of the prompt wants some, too.
     ordered = sorted(policies, key=lambda policy: not chooses_on_cpu(policy))
-    # No more than go through the decoder at once.
-    largest = Bucket(decode_rows=min(rows, ROWS, setup.chunk), prefill_rows=setup.chunk, prefills=1)
+    # No more than go through the decoder at once, and no longer than the model takes: an engine has room for scores of
+    # as many rows times as many tokens, which of a small model's 8 GiB would be more than a machine has.
+    largest = Bucket(decode_rows=min(rows, ROWS, setup.chunk), prefill_rows=setup.chunk, prefills=1,
+                     max_tokens=longest(_config(setup)))
     return setup.model, ordered, setup.host_bytes, largest, 2, dict(setup.options)
 
 

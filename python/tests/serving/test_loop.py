@@ -241,7 +241,7 @@ def test_probabilities_are_the_models(make_loop: Callable[..., Loop]) -> None:
     (lambda: greedy(1, [5], logit_bias={-1: 1.0}), "-1 is none"),
     (lambda: greedy(1, [5], temperature=-1), "temperature is -1"),
     (lambda: greedy(1, [5], top_p=0), "top_p is 0"),
-    (lambda: greedy(1, [5], 0), "max_tokens is 0"),
+    (lambda: greedy(1, [5], -1), "max_tokens is -1"),
     (lambda: greedy(1, [5], stop=("",)), "empty text"),
     (lambda: greedy(1, [5], logprobs=21), "logprobs is 21"),
 ])
