@@ -76,6 +76,7 @@ LISTED: dict[str, tuple[str, Callable[[tuple[str, ...]], bool]]] = {
     "cmake -G": ("tests/capi/outside builds such a project against the installed library", always),
     "cc forwards.c": ("tests/capi/outside/pkg_config.cmake compiles it against the installed library",
                       lambda words: (ROOT / "tools" / "examples" / words[1]).is_file()),
+    "vllm serve": ("tests/vllm starts that server by its module", lambda words: "sluice.vllm.Worker" in words),
     "cpack": ("packs a release for a minute; what is packed is what tests/capi/outside installs", always),
     "docker": ("no container is built by the tests; test_docs.py looks at the Dockerfile",
                lambda words: (ROOT / "docker" / "Dockerfile").is_file()),

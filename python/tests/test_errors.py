@@ -184,7 +184,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 def test_doctor() -> None:
     said = python("-m", "sluice", "doctor")
     assert said.returncode == 0, said.stderr
-    assert f"sluice        {sluice.version()}\nABI           6, this package needs 6\nlibrary       /" in said.stdout
+    assert f"sluice        {sluice.version()}\nABI           7, this package needs 7\nlibrary       /" in said.stdout
     assert Path(said.stdout.split("library")[1].split()[0]).exists()
 
 
