@@ -18,7 +18,7 @@ Makes directories in ${XDG_CACHE_HOME:-~/.cache}/sluice, which tests/python/CMak
   vllm    likewise of python/tests/requirements-vllm.txt: vLLM for the CPU, for the tests of sluice.vllm
 What already has the pinned versions is left alone, in about a second. What has not is made aside and then renamed, so
 that nothing is ever half made; commands in venv/bin have the wrong path therefore: run modules, as in
-`venv/bin/python -m pytest`. The first time 3.2 GB are loaded and 6.6 GB of disk are needed.
+`venv/bin/python -m pytest`. The first time some 3 GB are loaded; 7.2 GB of disk are needed.
 SLUICE_PIP_SECONDS=N gives pip N seconds (default: 1800).
 Exit codes: 0 ok, 2 wrong usage, or something missing that cannot be installed.
 TEXT

@@ -208,10 +208,6 @@ struct Kernels {
   void (*score_int4)(const ScoreInt4Rows& args) noexcept;
   /// out[i] = exp(x[i] - top), for x[i] <= top; 1 where they are equal, even if infinite, and NaN where x[i] is.
   void (*weigh)(const float* x, std::size_t count, float top, float* out) noexcept;
-  /// Of those that are numbers; -infinity if there are none.
-  float (*largest)(const float* x, std::size_t count) noexcept;
-  /// Sum of exp(x[i] - top) over those that are numbers, none of which is above `top`, which is finite.
-  double (*mass)(const float* x, std::size_t count, float top) noexcept;
   void (*nearest)(const NearestRows& args) noexcept = nullptr;
 };
 

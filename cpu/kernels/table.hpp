@@ -6,11 +6,11 @@
 #include "cpu/kernels/digest.hpp"
 #include "cpu/kernels/e4m3.hpp"
 #include "cpu/kernels/int4.hpp"
-#include "cpu/kernels/mass.hpp"
 #include "cpu/kernels/nearest.hpp"
 #include "cpu/kernels/prefill.hpp"
 #include "cpu/kernels/representative.hpp"
 #include "cpu/kernels/score.hpp"
+#include "cpu/kernels/weigh.hpp"
 
 namespace sluice::cpu {
 namespace {
@@ -55,8 +55,6 @@ constexpr Kernels make_kernels(const char* name) {
       .e4m3 = {.encode = encode_e4m3, .decode = decode_e4m3},
       .score_int4 = score_int4,
       .weigh = weigh,
-      .largest = largest,
-      .mass = mass,
       .nearest = nearest};
 }
 

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import torch
 
+from sluice.errors import Unsupported
 from sluice.options import EngineOptions
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 """Of a model, and what EngineOptions call them."""
+
+
+def one_shape(name: str, shapes: set[tuple[int, int, int, int]], remedy: str = "") -> tuple[int, int, int]:
+    """Query heads, KV heads and their size, of (query heads, KV heads, size of keys, size of values) of all layers.
+
+    Raises Unsupported, which names the model and ends with `remedy`, if layers differ or keys and values do."""
+    if len(shapes) > 1:
+        raise Unsupported(f"{name} has layers of different heads {sorted(shapes)}; Sluice serves one shape{remedy}")
+    (heads, kv_heads, size, value_size), = shapes
+    if value_size != size:
+        raise Unsupported(f"{name} has keys of {size} numbers and values of {value_size}; Sluice serves one "
+                          f"size{remedy}")
+    return heads, kv_heads, size
 
 
 def same_number(a: float, b: float) -> bool:

@@ -12,7 +12,7 @@ import transformers
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
 from sluice._near import SHARE, DeviceMemory, settle_near
-from sluice._torch import DTYPES, same_number
+from sluice._torch import DTYPES, one_shape, same_number
 from sluice._transformers_cache import LayerKind
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.options import DENSE_AUTO, EngineOptions, Features
@@ -35,13 +35,7 @@ def attention_shape(model: transformers.PreTrainedModel, config: Any, kinds: Seq
             size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
             shapes.add((heads, getattr(layer, "num_key_value_heads", None) or heads, size,
                         getattr(layer, "v_head_dim", None) or size))
-    if len(shapes) > 1:
-        raise Unsupported(f"{type(model).__name__} has layers of different heads {sorted(shapes)}; Sluice serves one "
-                          "shape")
-    heads, kv_heads, size, value_size = shapes.pop()
-    if value_size != size:
-        raise Unsupported(f"{type(model).__name__} has keys of {size} numbers and values of {value_size}; Sluice "
-                          "serves one size")
+    heads, kv_heads, size = one_shape(type(model).__name__, shapes)
     ranks = ranks_of(model)
     if kv_heads % ranks:
         raise Unsupported(f"{type(model).__name__} has {kv_heads} heads of keys and values, which {ranks} ranks cannot "

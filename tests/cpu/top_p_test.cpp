@@ -78,28 +78,4 @@ TEST_CASE("every variant weighs ties, infinities and rows of any length", "[cpu]
   }
 }
 
-TEST_CASE("every variant adds up exponentials, and leaves out what is no number", "[cpu][kernels]") {
-  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  for (const cpu::Kernels* kernels : cpu::available_kernels()) {
-    CAPTURE(kernels->name);
-    REQUIRE(kernels->largest(nullptr, 0) == -kInfinity);
-    for (const std::size_t count : {1u, 3u, 15u, 16u, 17u, 511u, 512u, 513u, 40'001u}) {
-      CAPTURE(count);
-      std::vector<float> x;
-      double sum = 0.0;
-      for (std::size_t i = 0; i < count; ++i) {
-        const float value = 3.f - 0.37f * static_cast<float>(i * 7919 % 97);
-        x.push_back(i % 11 == 5 ? kNan : i % 13 == 7 ? -kInfinity : value);
-        if (std::isfinite(x.back())) sum += std::exp(static_cast<double>(value) - 3.0);
-      }
-      REQUIRE(kernels->largest(x.data(), count) == 3.f);
-      REQUIRE(kernels->mass(x.data(), count, 3.f) == Approx(sum).epsilon(2e-6));
-    }
-    const std::vector<float> none(37, kNan);
-    REQUIRE(kernels->largest(none.data(), none.size()) == -kInfinity);
-    REQUIRE(kernels->mass(none.data(), none.size(), 0.f) == 0.0);
-  }
-}
-
 }  // namespace sluice::test

@@ -144,8 +144,7 @@ class Found {
     __syncthreads();
   }
 
-  /// What gather() has found, count() of them, and what find() has found of each.
-  [[nodiscard]] __device__ const std::uint32_t* tokens() const { return tokens_; }
+  /// What find() has found of each token that gather() has, count() of them.
   [[nodiscard]] __device__ const std::uint32_t* entries() const { return entries_; }
   [[nodiscard]] __device__ std::uint32_t count() const { return count_; }
   /// Whether find() leaves corrections, and that of what it has found i-th.

@@ -7,7 +7,7 @@
 
 namespace sluice::gpu::detail {
 
-/// A sum of powers of 2, divided by that of `top`. Less others it may be below 0.
+/// A sum of powers of 2, divided by that of `top`.
 struct PowerSum {
   float top = -INFINITY;
   float mass = 0.f;
@@ -28,21 +28,21 @@ struct PowerSum {
     for (std::uint32_t i = 0; i < kCount; ++i) mass += exp2_fast(each[i] - base);
     top = most;
   }
-  /// Adds another one, `sign` times.
-  __device__ __forceinline__ void add_sum(const PowerSum& other, float sign = 1.f) {
+  /// Adds another one.
+  __device__ __forceinline__ void add_sum(const PowerSum& other) {
     const float most = fmaxf(top, other.top);
     const float base = fmaxf(most, -FLT_MAX);
-    mass = mass * exp2_fast(top - base) + sign * other.mass * exp2_fast(other.top - base);
+    mass = mass * exp2_fast(top - base) + other.mass * exp2_fast(other.top - base);
     top = most;
   }
   /// Adds that of the lane whose number differs in a bit.
   __device__ __forceinline__ void add_lane(std::uint32_t bit) {
     add_sum({__shfl_xor_sync(kAllLanes, top, bit), __shfl_xor_sync(kAllLanes, mass, bit)});
   }
-  /// Adds those of the lanes whose numbers differ from this one's in bits from `first` on; in each of them.
-  __device__ __forceinline__ void add_lanes(std::uint32_t first = 1) {
+  /// Adds those of all other lanes; in each of them.
+  __device__ __forceinline__ void add_lanes() {
 #pragma unroll 1
-    for (std::uint32_t bit = first; bit < 32; bit *= 2) add_lane(bit);
+    for (std::uint32_t bit = 1; bit < 32; bit *= 2) add_lane(bit);
   }
 };
 
@@ -50,16 +50,6 @@ struct PowerSum {
 [[nodiscard]] __device__ __forceinline__ float exponent_of(float score, float softcap) {
   const float x = kLog2E * (softcap > 0.f ? softcap * tanh_fast(__fdividef(score, softcap)) : score);
   return softcap > 0.f && score == -INFINITY ? score : x;
-}
-
-/// Each of the sums over all lanes, one beside the other.
-template <std::uint32_t kCount>
-__device__ __forceinline__ void add_lanes(PowerSum (&sums)[kCount]) {
-#pragma unroll 1
-  for (std::uint32_t bit = 1; bit < 32; bit *= 2) {
-#pragma unroll
-    for (std::uint32_t i = 0; i < kCount; ++i) sums[i].add_lane(bit);
-  }
 }
 
 }  // namespace sluice::gpu::detail

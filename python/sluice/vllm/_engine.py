@@ -10,7 +10,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from sluice._near import SERVED_SHARE, DeviceMemory, settle_near
-from sluice._torch import DTYPES, same_number
+from sluice._torch import DTYPES, one_shape, same_number
 from sluice.admission import AdmissionOptions
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, OutOfCapacity, Unsupported
@@ -84,13 +84,7 @@ def kv_dtype(layers: Sequence[Any], device: torch.device) -> str:
 def _shape(layers: Sequence[Any]) -> dict[str, int]:
     """Heads and their size; where ranks share a model, this rank's."""
     shapes = {(each.num_heads, each.num_kv_heads, each.head_size, each.head_size_v) for each in layers}
-    if len(shapes) > 1:
-        raise Unsupported(f"the model has layers of different heads {sorted(shapes)}; Sluice serves one shape: serve "
-                          "it without --worker-cls")
-    heads, kv_heads, size, value_size = shapes.pop()
-    if value_size != size:
-        raise Unsupported(f"the model has keys of {size} numbers and values of {value_size}; Sluice serves one size: "
-                          "serve it without --worker-cls")
+    heads, kv_heads, size = one_shape("the model", shapes, ": serve it without --worker-cls")
     return {"q_heads": heads, "kv_heads": kv_heads, "head_dim": size}
 
 
