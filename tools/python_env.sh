@@ -11,7 +11,7 @@ Makes directories in ${XDG_CACHE_HOME:-~/.cache}/sluice, which tests/python/CMak
   venv    a virtual environment with what python/tests/requirements.txt pins
   newest  packages of python/tests/requirements-newest.txt, to be put before those of venv by PYTHONPATH
   build   likewise of python/tests/requirements-build.txt, with which wheels are built
-  site    likewise of python/tests/requirements-site.txt, with which tools/site.sh builds the pages of docs/
+  site    likewise of python/tests/requirements-site.txt, with which tools/lab/site.sh builds the pages of docs/
   gguf    likewise of python/tests/requirements-gguf.txt, with which tools/models.sh makes
   models  of which it makes smollm2 here, 93 MB to load; python/tests/real holds claims about accuracy against it
   extras  likewise of python/tests/requirements-extras.txt, which extras of the package need: grammars, GGUF, adapters

@@ -1,4 +1,4 @@
-"""The reference of C++ that tools/site/cpp_reference.py makes has everything that the headers declare and say."""
+"""The reference of C++ that tools/lab/site/cpp_reference.py makes has everything that the headers declare and say."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DECLARED = re.compile(
 
 
 def generator():
-    spec = importlib.util.spec_from_file_location("cpp_reference", ROOT / "tools" / "site" / "cpp_reference.py")
+    spec = importlib.util.spec_from_file_location("cpp_reference", ROOT / "tools" / "lab" / "site" / "cpp_reference.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -91,7 +91,7 @@ def test_what_is_looked_for_is_found() -> None:
 
 
 def test_pages_have_places_in_the_menu() -> None:
-    menu = (ROOT / "tools" / "site" / "mkdocs.yml").read_text()
+    menu = (ROOT / "tools" / "lab" / "site" / "mkdocs.yml").read_text()
     assert all(f"reference/{page}.md" in menu for page in PAGES)
 
 

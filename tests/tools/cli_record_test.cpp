@@ -20,18 +20,15 @@ namespace {
 
 const std::string kData = sluice::test::test_data();
 
-/// tools/record.sh with everything as small as it may be.
+/// tools/lab/record.sh with everything as small as it may be.
 Outcome record(const std::string& arguments, const std::string& command = sluice::test::cli_path()) {
   return sluice::test::shell(
-      "SLUICE='" + command + "' MODEL='" + kData +
-      "/testbed' RECORD_SHORT=512 RECORD_LONG=600 RECORD_COUNT=1 "
-      "RECORD_TEXT_LENGTHS=512 RECORD_TEXT_TOKENS=20 RECORD_TEXTS=1 RECORD_PAIRS=1 "
-      "RECORD_SWEEP_LENGTH=512 RECORD_FLEX_LENGTH=512 RECORD_CPU_BATCH=512 "
+      "SLUICE='" + command +
+      "' RECORD_CORE_LENGTHS=512 RECORD_FLEX_LENGTH=512 RECORD_CPU_BATCH=512 "
       "RECORD_CPU_RAGGED=2K RECORD_ABLATION_LENGTHS=512 RECORD_THREADS='1 2' RECORD_SERVE='--random-weights tiny "
       "--kv-size 2M --host-size 4M "
-      "--prompt 64 --answer 4 --rates 20,40 --seconds 0.2 --tbt-limit 1000' "
-      "RECORD_POLICIES='full;streaming:recent=8' sh '" +
-      kData + "/../../tools/record.sh' " + arguments);
+      "--prompt 64 --answer 4 --rates 20,40 --seconds 0.2 --tbt-limit 1000' sh '" +
+      kData + "/../../tools/lab/record.sh' " + arguments);
 }
 
 }  // namespace
@@ -41,14 +38,15 @@ TEST_CASE("the record is measured in parts and merged from those that there are"
   const std::string directory = "'" + scratch.file("") + "' host ";
   const Outcome list = record("--list host");
   REQUIRE(list.code == 0);
-  CHECK(contains(list.out, "5 tasks-kv-short\n6 tasks-kv-long\n"));
-  for (const char* part : {"5", "tasks-kv-long", "text-512"}) {
+  CHECK(contains(list.out, "1 prefill-layer-vertical_slash\n2 prefill-layer-query_aware\n"));
+  CHECK(contains(list.out, " cpu-batches\n"));
+  for (const char* part : {"core-together", "cpu-batches"}) {
     const Outcome outcome = record(directory + "--part " + part);
     CAPTURE(part, outcome.err);
     REQUIRE(outcome.code == 0);
   }
-  CHECK(scratch.entries() == 7);  // With the text, and what each took.
-  CHECK(json::parse(read_file(scratch.file("tasks-kv-short.json"))).at("results").at("eval").size() == 2);
+  CHECK(scratch.entries() == 4);  // With what each took.
+  CHECK(!json::parse(read_file(scratch.file("core-together.json"))).at("results").at("attention").empty());
   if (std::system("python3 -c '' 2>/dev/null") != 0) {
     WARN("skipped: python3 makes the tables, and there is none");
     return;
@@ -58,15 +56,11 @@ TEST_CASE("the record is measured in parts and merged from those that there are"
   REQUIRE(merged.code == 0);
   const std::string tables = read_file(scratch.file("tables.md"));
   CHECK(tables == merged.out);
-  CHECK(tables.starts_with("Missing: `tasks-niah-short`"));
-  CHECK_FALSE(contains(tables, "`tasks-kv-short`"));
-  CHECK(contains(tables, "| `full` | 1.00 | 1.00 |"));  // Both lengths in one table.
-  CHECK(contains(tables, "| `streaming:recent=8` | 0.00 |"));
-  CHECK(contains(tables, "Seconds of the parts\n\n| part | s |\n|---|--:|\n| tasks-kv-short | "));
-  CHECK(contains(tables, "| `full` | 512 | 19 |"));  // Predictions, of which the last is not known.
-  const std::string svg = read_file(scratch.file("accuracy.svg"));
-  CHECK(svg.starts_with("<svg"));
-  CHECK(contains(svg, "streaming:recent=8"));
+  CHECK(tables.starts_with("Missing: `prefill-layer-vertical_slash`"));
+  CHECK_FALSE(contains(tables, "`core-together`"));
+  CHECK(contains(tables, "One core, four query heads share keys"));
+  CHECK(contains(tables, "| 512 | `topk` |"));
+  CHECK(contains(tables, "Seconds of the parts\n\n| part | s |\n|---|--:|\n| core-together | "));
 }
 
 // The command of a machine with a GPU, as far as the parts tell: what it is asked for is done on the CPU, and small.
@@ -100,35 +94,23 @@ TEST_CASE("what the record times, and what it asks of models, are options that t
   const std::string command = scratch.write("sluice", wrapper);
   REQUIRE(std::system(("chmod +x '" + command + "'").c_str()) == 0);
   const std::string directory = "'" + made.file("") + "' cuda ";
-  const std::string list = record("--list cuda").out;
-  std::size_t parts = 0;
-  for (std::size_t at = 0; at < list.size(); at = list.find('\n', at) + 1) {
-    const std::size_t blank = list.find(' ', at);
-    const std::string part = list.substr(blank + 1, list.find('\n', at) - blank - 1);
-    const bool wanted = part.starts_with("decode-") || part.starts_with("cpu-") || part.starts_with("flex-") ||
-                        part.starts_with("paired-k") || part.starts_with("recall-1") || part.starts_with("psa-") ||
-                        part.starts_with("dtype-f") || part == "question-seen" || part == "link" || part == "serve" ||
-                        part == "ablation" || part == "presets" || part == "plan-others" || part == "near-accuracy" ||
-                        part == "paired-32000-kv";
-    const bool alike = part.ends_with("-8G") || part.ends_with("-16G") || part.ends_with("-32G") ||
-                       part == "cpu-threads-1" || part.ends_with("0.2") || part.ends_with("0.3");
-    if (!wanted || alike) continue;
+  // Of each command that parts run one, with most of its options.
+  for (const char* const part :
+       {"flex-tau-0.1", "flex-most-8192", "cpu-ragged", "cpu-threads-2", "cpu-engine", "serve",
+        "ablation", "decode-default", "decode-costs-8K", "decode-batch-ragged", "decode-model", "presets", "link"}) {
     const Outcome outcome = record(directory + "--part " + part, command);
     CAPTURE(part, outcome.err);
     REQUIRE(outcome.code == 0);
-    CHECK(json::parse(read_file(made.file(part + ".json"))).contains("results"));
-    ++parts;
+    CHECK(json::parse(read_file(made.file(std::string(part) + ".json"))).contains("results"));
   }
-  CHECK(parts > 46);
   if (std::system("python3 -c '' 2>/dev/null") != 0) return;
   const Outcome merged = record(directory + "--merge", command);
   CAPTURE(merged.err);
   REQUIRE(merged.code == 0);
   for (const char* const title :
        {"Decoding: one layer, us", "Decoding: whole models", "Requests as they come", "The highest of these rates",
-        "FlexPrefill by gamma", "Answers beside those of dense", "Batches on the CPU", "Other element types",
-        "What a layer takes beyond", "Answers where everything may be near", "| decode-default-long | ",
-        "Planned and measured", "One layer on several cores", "| cpu-engine-128K-all | ",
+        "FlexPrefill by gamma", "Batches on the CPU", "What a layer takes beyond", "| decode-default-long | ",
+        "One layer on several cores", "| cpu-engine-128K-all | ",
         "| presets | 512 | `vattention` | ", "| ablation-sinks | 512 | `lfps \\| bypass=off` | off |"})
     CHECK(contains(merged.out, title));
 }
@@ -145,7 +127,7 @@ TEST_CASE("benchmarks of models are parts where there is a Python for them", "[c
   REQUIRE(std::system(("chmod +x '" + python + "'").c_str()) == 0);
   const auto with_python = [&](const std::string& arguments) {
     return sluice::test::shell("RECORD_PYTHON='" + python + "' SLUICE='" + sluice::test::cli_path() + "' sh '" + kData +
-                               "/../../tools/record.sh' " + arguments);
+                               "/../../tools/lab/record.sh' " + arguments);
   };
   CHECK(contains(with_python("--list cuda").out, " model-loop\n"));
   CHECK_FALSE(contains(with_python("--list host").out, " model-"));
@@ -172,7 +154,7 @@ TEST_CASE("other libraries are measured where there is a torch that sees a GPU, 
                                     "\nfor file; do :; done\n[ -f \"$1\" ] && echo '" + beside + "' >\"$file\"\n");
     REQUIRE(std::system(("chmod +x '" + python + "'").c_str()) == 0);
     return sluice::test::shell("RECORD_PYTHON='" + python + "' SLUICE='" + sluice::test::cli_path() + "' sh '" + kData +
-                               "/../../tools/record.sh' '" + made.file("") + "' cuda " + arguments);
+                               "/../../tools/lab/record.sh' '" + made.file("") + "' cuda " + arguments);
   };
   const Outcome skipped = with_torch(false, "--part compare-prefill");
   CHECK(skipped.code == 0);
@@ -204,24 +186,24 @@ TEST_CASE("what parts took stands below the tables, and those that took too long
   const std::string directory = "'" + made.file("") + "' host ";
   const std::string report = R"({"host": {"cpu": "one"}, "version": "0", "results": {}})";
   const std::string slow = command("sleep 1.1\nfor file; do :; done\necho '" + report + "' >\"$file\"\n");
-  const Outcome outcome = record(directory + "--part sweep", slow);
+  const Outcome outcome = record(directory + "--part core-alpha", slow);
   CAPTURE(outcome.err);
   REQUIRE(outcome.code == 0);
-  const int took = std::stoi(read_file(made.file("sweep.seconds")));
+  const int took = std::stoi(read_file(made.file("core-alpha.seconds")));
   CHECK(took >= 1);
-  const std::string row = "| sweep | " + std::to_string(took) + " |\n";
+  const std::string row = "| core-alpha | " + std::to_string(took) + " |\n";
   const std::string alone = record(directory + "--merge").out;
   CHECK(contains(alone, row + "| all of these | " + std::to_string(took) + " |\n"));
   CHECK_FALSE(contains(alone, "Above"));
-  made.write("needles-1.seconds", "420\n");
-  made.write("needles-16.seconds", "421\n");
+  made.write("cpu-batches.seconds", "420\n");
+  made.write("cpu-ragged.seconds", "421\n");
   const std::string merged = record(directory + "--merge").out;
   CHECK(contains(merged,
-                 row + "| needles-1 | 420 |\n| needles-16 | 421 |\n| all of these | " + std::to_string(took + 841)));
-  CHECK(contains(merged, "Above 420 s, the most that a part may take with a GPU: `needles-16` (421 s).\n"));
+                 row + "| cpu-batches | 420 |\n| cpu-ragged | 421 |\n| all of these | " + std::to_string(took + 841)));
+  CHECK(contains(merged, "Above 420 s, the most that a part may take with a GPU: `cpu-ragged` (421 s).\n"));
   // What one took that fails is not what the one before it took.
-  CHECK(record(directory + "--part sweep", command("exit 1\n")).code != 0);
-  CHECK_FALSE(contains(record(directory + "--merge").out, "| sweep |"));
+  CHECK(record(directory + "--part core-alpha", command("exit 1\n")).code != 0);
+  CHECK_FALSE(contains(record(directory + "--merge").out, "| core-alpha |"));
 }
 
 TEST_CASE("the record's scripts have nothing that shellcheck warns of", "[cli]") {
@@ -229,7 +211,7 @@ TEST_CASE("the record's scripts have nothing that shellcheck warns of", "[cli]")
     WARN("skipped: there is no shellcheck");
     return;
   }
-  const Outcome outcome = sluice::test::shell("cd '" + kData + "/../../tools' && shellcheck -x record.sh record/*.sh");
+  const Outcome outcome = sluice::test::shell("cd '" + kData + "/../../tools/lab' && shellcheck -x record.sh record/*.sh");
   INFO(outcome.out);
   CHECK(outcome.code == 0);
 }

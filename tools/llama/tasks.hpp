@@ -9,7 +9,7 @@
 namespace sluice::tools {
 
 /// Synthetic long-context tasks: those that the testbed model was trained on (tests/data/testbed/README.md), and harder
-/// ones, of which near_keys and turns need no other model. tools/train trains one on all of them.
+/// ones, of which near_keys and turns need no other model. tools/lab/train trains one on all of them.
 enum class TaskKind : std::uint8_t {
   niah,       ///< one needle in filler text
   niah_long,  ///< the same, asked in a full sentence

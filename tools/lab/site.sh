@@ -5,7 +5,7 @@ export LC_ALL=C.UTF-8
 
 usage() {
   cat <<'TEXT'
-usage: tools/site.sh OUT
+usage: tools/lab/site.sh OUT
 
 Writes the site to the directory OUT, of which all that it does not write is removed if it is a site already; another
 directory that is not empty is refused. Begin with OUT/index.html; the search works where a web server gives the pages
@@ -27,7 +27,7 @@ main() {
   esac
   [[ $# -eq 1 ]] || fail "one directory, and no more; see --help"
   local root out base="${XDG_CACHE_HOME:-$HOME/.cache}/sluice"
-  root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+  root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
   out=$(realpath -m "$1")
   # MkDocs empties the directory.
   if [[ -e "$out" && ! -e "$out/objects.inv" && -n "$(ls -A "$out")" ]]; then
@@ -38,7 +38,7 @@ main() {
     fail "MkDocs is not in $base/site; once, with the network: tools/python_env.sh"
   # In the same words in every terminal, and without advertisements.
   NO_COLOR=1 NO_MKDOCS_2_WARNING=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$base/site" "$base/venv/bin/python" -m mkdocs \
-    build --strict --config-file "$root/tools/site/mkdocs.yml" --site-dir "$out"
+    build --strict --config-file "$root/tools/lab/site/mkdocs.yml" --site-dir "$out"
 }
 
 main "$@"

@@ -1,6 +1,6 @@
 """Texts that teach the tasks of `sluice eval`: long contexts, then questions about them until the text is full.
 
-The formats are those of tools/llama/tasks*.cpp, byte for byte; tools/train/tests holds the two together. A text asks
+The formats are those of tools/llama/tasks*.cpp, byte for byte; tools/lab/train/tests holds the two together. A text asks
 many questions where a prompt of eval asks one: that is what makes a model learn to look up. It asks none twice, as the
 first answer would be found more easily than the fact; when all are asked, another text follows.
 """

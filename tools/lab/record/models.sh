@@ -26,7 +26,7 @@ lines() {
   name=$1 script=$2
   shift 2
   (cd "$root/python" && "$python" "benchmarks/$script.py" "$@") >"$out/$name.lines"
-  python3 "$root/tools/record/lines.py" "$out/$name.lines" "$("$sluice" --version)" >"$out/$name.json.new"
+  python3 "$root/tools/lab/record/lines.py" "$out/$name.lines" "$("$sluice" --version)" >"$out/$name.json.new"
   mv "$out/$name.json.new" "$out/$name.json"
   rm "$out/$name.lines"
 }

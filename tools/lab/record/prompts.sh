@@ -1,43 +1,25 @@
 # shellcheck shell=sh disable=SC2154
-# Parts of the record about ways to read a prompt: sourced by record.sh, which sets sluice, device, out, short and count.
+# Parts of the record about ways to read a prompt: sourced by record.sh, which sets sluice, device and out.
 # With a GPU prefill-layer-* takes at most 7 minutes, flex-* a half each, as prefill-layer-* has longer prompts.
 
-chunks='1024 2048 4096 8192'
 # Prompts by other papers: StreamingLLM and MInference with about as many blocks as FlexPrefill computes at gamma 0.9 of a prompt of
 # 8K tokens, and with their own sizes, which are for longer ones.
 others='streaming@512+1024,minference@vertical_slash:1280+1280,minference@block_sparse:1280'
 others="$others,minference@best:1280+1280+512+1024+1280"
 papers_own='streaming@1024+8192,minference,minference@block_sparse,minference@best'
 if [ "$device" = host ]; then
-  prefill_lengths=${RECORD_PREFILL_LENGTHS:-2K,8K}
   flex_length=${RECORD_FLEX_LENGTH:-8K} most='1024 2048 4096' patterns="$others"
 else
-  prefill_lengths=${RECORD_PREFILL_LENGTHS:-2K,8K 16K 32000}
   flex_length=${RECORD_FLEX_LENGTH:-128K} most='8192 16384 32768' patterns="$papers_own"
 fi
 
 prompts_parts() {
-  for lengths in $prefill_lengths; do echo "prefill-tasks-$lengths"; done
-  for lengths in $prefill_lengths; do echo "prefill-others-$lengths"; done
-  echo prefill-papers
-  echo prefill-text
   for structure in vertical_slash query_aware uniform; do echo "prefill-layer-$structure"; done
   for structure in vertical_slash query_aware; do echo "prefill-patterns-$structure"; done
-  for size in $chunks; do echo "prefill-chunk-$size"; done
-  # Query blocks do not choose together on a GPU.
-  [ "$device" != host ] || for way in row chunk; do echo "prefill-by-$way"; done
   for gammas in low high; do echo "flex-gamma-$gammas"; done
   for budget in 128 1024 2048; do echo "flex-budget-$budget"; done
   for budget in $most; do echo "flex-most-$budget"; done
   for tau in 0 0.1 0.2 0.3; do echo "flex-tau-$tau"; done
-}
-
-# by_query_blocks NAME [option...]: heads that are all query-aware.
-by_query_blocks() {
-  name=$1
-  shift
-  eval_tasks "$name" niah,kv "$sweep_length" "$count" 0 full --tau 1 --min-budget 128 \
-    --prefill flexprefill@0.7,flexprefill@0.9,flexprefill@0.95 "$@"
 }
 
 # flex NAME [option...]: FlexPrefill on one layer of a prompt.
@@ -51,24 +33,6 @@ flex() {
 measure_prompts() {
   rest=${1#*-}
   case $1 in
-    # Ways to prefill: what answers cost and whether they stay right, under dense and under sparse decoding.
-    prefill-tasks-*)
-      eval_tasks "$1" niah,multikey,kv "${rest#tasks-}" "$count" 0 full,sluice \
-        --prefill full,flexprefill@0.9,flexprefill@0.95,auto
-      ;;
-    # Baselines of FlexPrefill: which blocks others keep, what that costs, and whether answers stay right.
-    prefill-others-*)
-      eval_tasks "$1" niah,multikey,kv "${rest#others-}" "$count" 0 full --prefill "full,flexprefill@0.9,$others"
-      ;;
-    prefill-papers)
-      eval_tasks "$1" niah,multikey,kv "${RECORD_LONG:-32000}" "$count" 0 full --prefill "full,flexprefill@0.95,$papers_own"
-      ;;
-    # Answers after dense decoding hardly tell ways to prefill apart: how well the rest of a text is foreseen.
-    prefill-text)
-      cat "$root"/docs/*.md >"$out/text.txt"
-      eval_tasks "$1" "" "$short" "${RECORD_TEXTS:-4}" 0 full --prefill "full,flexprefill@0.9,flexprefill@0.95,$others,$papers_own" \
-        --text "$out/text.txt" --text-lengths "${RECORD_PREFILL_TEXT:-8K}" --text-tokens 129
-      ;;
     prefill-patterns-*)
       "$sluice" bench prefill --device "$device" --length "${RECORD_PATTERN_LENGTHS:-$flex_length}" --repeat 3 \
         --structures "${rest#patterns-}" --gammas 0.9,0.95 --others "$patterns" -o json --output "$out/$1.json"
@@ -77,14 +41,6 @@ measure_prompts() {
       "$sluice" bench prefill --device "$device" --structures "${rest#layer-}" \
         ${RECORD_PREFILL_LAYER:+--length "$RECORD_PREFILL_LAYER"} -o json --output "$out/$1.json"
       ;;
-    # FlexPrefill: queries that stand for those of a whole prompt or of a chunk, and query blocks that choose for
-    # themselves or together.
-    prefill-chunk-*)
-      eval_tasks "$1" niah,kv "$sweep_length" "$count" 0 full --prefill flexprefill@0.95 \
-        --prefill-chunk "${rest#chunk-}"
-      ;;
-    prefill-by-row) by_query_blocks "$1" ;;
-    prefill-by-chunk) by_query_blocks "$1" --flattened ;;
     flex-gamma-low) flex "$1" --structures vertical_slash,query_aware --gammas 0.7,0.8,0.85 ;;
     flex-gamma-high) flex "$1" --structures vertical_slash,query_aware --gammas 0.9,0.95,0.97 ;;
     flex-budget-*) flex "$1" --structures vertical_slash --gammas 0.9 --min-budget "${rest#budget-}" ;;

@@ -34,7 +34,7 @@ search() {
   rm -f "$lines"
   (cd "$root/python" && "$python" benchmarks/search.py --out "$lines" --option answer_timeout_ms=20000 \
     --device "$([ "$device" = host ] && echo cpu || echo "$device")" "$@") >/dev/null
-  python3 "$root/tools/record/lines.py" "$lines" "$("$sluice" --version)" >"$out/$name.json.new"
+  python3 "$root/tools/lab/record/lines.py" "$lines" "$("$sluice" --version)" >"$out/$name.json.new"
   mv "$out/$name.json.new" "$out/$name.json"
   rm "$lines"
 }

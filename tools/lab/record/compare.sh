@@ -1,6 +1,6 @@
 # shellcheck shell=sh disable=SC2154
 # Parts of the record that hold our kernels against other libraries': sourced by record.sh, which sets python, root, sluice, device and out.
-# $python wants torch and a GPU, and has FlashAttention-3 or FlashInfer or not: tools/compare/attention.py names what is not installed.
+# $python wants torch and a GPU, and has FlashAttention-3 or FlashInfer or not: tools/lab/compare/attention.py names what is not installed.
 # Behind each by estimate in seconds: about 20 for each kernel of others, in a process of its own, and ours by [b] of decode.sh.
 
 compare_parts() {
@@ -19,7 +19,7 @@ compare() {
     skip "$name" "'$python' has no torch that sees a GPU; set RECORD_PYTHON"
     return
   fi
-  "$python" "$root/tools/compare/attention.py" "$@" --sluice "$sluice" -o json --output "$out/$name.json"
+  "$python" "$root/tools/lab/compare/attention.py" "$@" --sluice "$sluice" -o json --output "$out/$name.json"
 }
 
 # A part that compare_parts names.

@@ -87,28 +87,11 @@ print_plan = in_columns(
     ("layers", number("layers", "{}")), ("measured", number("measured_us", "{:.1f}")),
     ("planned", number("planned_us", "{:.1f}")), ("ratio", number("ratio", "{:.2f}")),
     ("within 20%", lambda row: "yes" if row["within_20_percent"] else "no"))
-print_paired = in_columns(
-    "Answers beside those of dense attention", ("task", number("task", "{}")), ("tokens", number("length_tokens", "{}")),
-    ("prompts", number("prompts", "{}")), ("dense right", number("dense_accuracy", "{:.2f}")),
-    ("same", number("same_answers", "{}")), ("at least", number("same_at_least", "{:.3f}")),
-    ("KL", number("divergence_nats", "{:.1g}")))
 print_flex = in_columns(
     "FlexPrefill by gamma, budget and tau", ("part", part), ("structure", number("structure", "{}")),
     ("method", number("method", "{}")), ("ms", number("total_ms", "{:.3g}")), ("x dense", number("speedup_over_dense", "{:.2f}")),
     ("blocks", lambda row: percent(row["blocks_share"])), ("coverage", number("coverage_mean", "{:.3f}")),
     ("error", number("output_error", "{:.3f}")), ("query-aware", lambda row: percent(row["query_aware_share"])))
-print_cost = in_columns(
-    "Other element types, a recall cache, both placements", ("part", part), ("policy", lambda row: code(row["policy"])),
-    ("task", number("task", "{}")), ("tokens", number("length_tokens", "{}")), ("accuracy", number("accuracy", "{:.2f}")),
-    ("attended", lambda row: percent(row["attended_share"])), ("far bytes", lambda row: percent(row["far_bytes_share"])),
-    ("link bytes", lambda row: percent(row["link_bytes_share"])), ("coverage", number("coverage_mean", "{:.4f}")))
-
-print_near = in_columns(
-    "Answers where everything may be near", ("part", part), ("policy", lambda row: code(row["policy"])),
-    ("task", number("task", "{}")), ("tokens", number("length_tokens", "{}")), ("prompts", number("prompts", "{}")),
-    ("accuracy", number("accuracy", "{:.2f}")), ("as dense", number("same_as_dense_share", "{:.2f}")),
-    ("attended", lambda row: percent(row["attended_share"])), ("coverage", number("coverage_mean", "{:.3f}")))
-
 print_ablation = in_columns(
     "What crosses the link where the CPU chooses: parts of a layer, us, and what it may take", ("part", part),
     ("tokens", lambda row: thousands(row["length_tokens"])), ("policy", lambda row: code(row["method"])),
@@ -134,11 +117,8 @@ PRINTERS = [("core-kernels", "kernels", everything("One core: kernels")),
             ("cpu-threads-", "attention", everything("One layer on several cores")),
             ("cpu-threads-", "kernels", everything("Several cores: kernels")),
             ("cpu-engine", "attention", print_layer), ("presets", "attention", print_layer),
-            ("near-accuracy", "eval", print_near),
             *[("compare-" + name, "beside", beside(name)) for name in ("decode", "dense", "twilight", "prefill")],
-            ("flex-", "prefill", print_flex), ("paired-", "pairs", print_paired),
-            ("question-seen", "eval", print_cost), ("dtype-", "eval", print_cost), ("recall-", "eval", print_cost),
-            ("psa-", "eval", print_cost),
+            ("flex-", "prefill", print_flex),
             ("ablation", "pipeline", print_ablation), ("plan", "compared", print_plan), ("serve", "serve", print_serve), ("serve", "held", print_held),
             ("clusters", "clusters", everything("K-means of a prompt's keys, one layer")),
             ("prompt-", "run", everything("A prompt's time to its first token")),
