@@ -23,29 +23,42 @@ TEST_CASE("the golden tokens come out of planned forwards", "[llama][golden][eng
     std::uint32_t chunk;
     std::uint32_t page_tokens;
     std::uint64_t near_bytes;
+    PlacementMode placement;
   };
-  const auto& [policy, chunk, page_tokens, near_bytes] =
-      GENERATE(values<Case>({{"full", 2048, 16, 0},
-                             {"full", 100, 64, 64 * MiB},
-                             {"exact | int4 | top_k=all | near=0", 100, 16, 2 * MiB},
-                             {"exact | int4 | top_k=all | near=0", 2048, 64, 0},
-                             {"exact | int4 | top_p=1 | near=0", 300, 32, 2 * MiB},
-                             {"exact | top_k=all | near=0", 300, 16, 2 * MiB},
-                             {"infinigen:alpha=1000,most=100% | dense=1", 300, 16, 2 * MiB},
-                             {"history+exact | top_k=all | near=0,sinks=4,recent=8", 100, 32, 0}}));
+  constexpr PlacementMode hybrid = PlacementMode::hybrid, stream = PlacementMode::stream;
+  const auto& [policy, chunk, page_tokens, near_bytes, placement] =
+      GENERATE(values<Case>({{"full", 2048, 16, 0, stream},
+                             {"full", 100, 64, 64 * MiB, hybrid},
+                             {"exact | int4 | top_k=all | near=0", 100, 16, 2 * MiB, hybrid},
+                             {"exact | int4 | top_k=all | near=0", 2048, 64, 0, stream},
+                             {"exact | int4 | top_p=1 | near=0", 300, 32, 2 * MiB, stream},
+                             {"exact | top_k=all | near=0", 300, 16, 2 * MiB, hybrid},
+                             {"infinigen:alpha=1000,most=100% | dense=1", 300, 16, 2 * MiB, hybrid},
+                             {"history+exact | top_k=all | near=0,sinks=4,recent=8", 100, 32, 0, stream}}));
   EngineOptions options = test::engine_options(testbed_model(), DType::f32, chunk);
   options.largest.rehearsed = parse_policy(policy).rehearsed;
   options.page_tokens = page_tokens;
   options.near_bytes = near_bytes;
-  options.placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
+  options.placement = placement;
   check_golden_on_engine(testbed_model(), nullptr, options, policy, 2e-3f);
 }
 
 TEST_CASE("an imported prompt decodes as the prefilled one did", "[llama][engine]") {
   // With chunks of 100 tokens the recorded queries span some.
-  EngineOptions options =
-      test::engine_options(testbed_model(), GENERATE(DType::f32, DType::bf16), GENERATE(100u, 512u));
-  const char* policy = GENERATE("full", "streaming", "topk", "lfps", "sluice", "infinigen");
+  struct Case {
+    const char* policy;
+    DType dtype;
+    std::uint32_t chunk;
+  };
+  const auto& [policy, dtype, chunk] = GENERATE(values<Case>({{"full", DType::f32, 100},
+                                                              {"full", DType::bf16, 512},
+                                                              {"streaming", DType::bf16, 100},
+                                                              {"topk", DType::f32, 512},
+                                                              {"lfps", DType::bf16, 100},
+                                                              {"lfps", DType::f32, 512},
+                                                              {"sluice", DType::f32, 100},
+                                                              {"infinigen", DType::bf16, 100}}));
+  EngineOptions options = test::engine_options(testbed_model(), dtype, chunk);
   options.largest.rehearsed = parse_policy(policy).rehearsed;
   CAPTURE(policy, options.largest.prefill_rows, to_string(options.kv_dtype));
   test::check_imported(testbed_model(), nullptr, options, policy, 1e-3f);
