@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/forward/part.cuh"
+#include "gpu/tuning.hpp"
 #include "sluice/step/forward.hpp"
 
 /// What the query heads of a row choose from, and draw by.
