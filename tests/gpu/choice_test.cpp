@@ -125,9 +125,7 @@ TEST_CASE("heads that draw thousands draw as many as their error bars ask for", 
   CAPTURE(few.bar, some.bar, many.bar);
   REQUIRE(few.bar > 1.2 * some.bar);
   REQUIRE(some.bar > 1.2 * many.bar);
-  const auto draws = [](double error) {
-    return steps_of("sample=5000,most=20000,error=" + std::to_string(error));
-  };
+  const auto draws = [](double error) { return steps_of("sample=5000,most=20000,error=" + std::to_string(error)); };
   const auto require_same = [&](const Steps& got, const Steps& want) {
     REQUIRE(got.attended == want.attended);
     REQUIRE(difference(got.out, want.out) < rig.tolerance);

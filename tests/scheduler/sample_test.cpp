@@ -12,6 +12,7 @@
 #include "tests/support/draw_levels.hpp"
 
 using namespace sluice;
+using namespace sluice::test;
 
 namespace {
 
@@ -126,7 +127,7 @@ TEST_CASE("heads that draw more where their error bars are large stay unbiased",
   constexpr std::uint32_t kSeeds = 10'000;
   // An error between those of two numbers of tokens, so that one is drawn as often as another.
   const auto [heads, draws, noise, error] = GENERATE(table<std::uint32_t, std::uint32_t, double, double>(
-      {{1, 1, 0.1, 0.14}, {1, 1, 1.0, 0.2}, {3, 3, 0.5, 0.17}, {4, 1, 0.5, 0.17}}));
+      {{1, 1, 0.1, 0.155}, {1, 1, 1.0, 0.125}, {3, 3, 0.5, 0.15}, {4, 1, 0.5, 0.15}}));
   CAPTURE(heads, draws, noise, error);
   const Group group(heads, 150, 10, noise, 7);
   std::vector<Mean> mass(heads), value(heads);
@@ -142,10 +143,13 @@ TEST_CASE("heads that draw more where their error bars are large stay unbiased",
   CAPTURE(levels[10], levels[20], levels[40]);
   REQUIRE(levels[10] + levels[20] + levels[40] == heads * kSeeds);
   REQUIRE(std::max({levels[10], levels[20], levels[40]}) < 0.95 * heads * kSeeds);
+  // Of a token that another head drew it is not known how many this one would have drawn with it: with ten tokens that
+  // is a tenth of what one seed is off by.
+  const double approximate = draws == 1 ? 0.0 : 0.15 * std::sqrt(double{kSeeds});
   for (std::uint32_t h = 0; h < heads; ++h) {
     CAPTURE(h, mass[h].mean() / group.all(h).mass, mass[h].error() / group.all(h).mass, value[h].error());
-    REQUIRE(std::abs(mass[h].mean() - group.all(h).mass) < 4 * mass[h].error());
-    REQUIRE(std::abs(value[h].mean() - group.all(h).value) < 4 * value[h].error());
+    REQUIRE(std::abs(mass[h].mean() - group.all(h).mass) < (4 + approximate) * mass[h].error());
+    REQUIRE(std::abs(value[h].mean() - group.all(h).value) < (4 + approximate) * value[h].error());
   }
 }
 
@@ -198,8 +202,9 @@ TEST_CASE("an error bar is read, described and refused", "[sample][policy]") {
   REQUIRE(parse_policy(to_string(spec)).budget == spec.budget);
   REQUIRE(parse_policy("sluice:error=3.5%").budget == parse_policy("sluice | sample=256,error=0.035").budget);
   REQUIRE(parse_policy("sluice | sample=128,error=off,most=600").budget == parse_policy("sluice | sample=128").budget);
-  for (const char* text : {"sample=128,error=0", "sample=128,error=100%", "sample=128,error=-1%", "sample=128,error=nan",
-                           "sample=128,error=2%,most=127", "sample=128,error=2%,most=4000000000", "sample=9,error"})
+  for (const char* text :
+       {"sample=128,error=0", "sample=128,error=100%", "sample=128,error=-1%", "sample=128,error=nan",
+        "sample=128,error=2%,most=127", "sample=128,error=2%,most=4000000000", "sample=9,error"})
     REQUIRE_THROWS_AS(parse_policy(std::string("exact | int4 | ") + text), Error);
   REQUIRE_THROWS_WITH(parse_policy("exact | int4 | sample=128,error=2%,most=100"),
                       Catch::Contains("draw_most is 100") && Catch::Contains("raise most"));

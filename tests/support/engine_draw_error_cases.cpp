@@ -86,9 +86,9 @@ TEST_CASE("an error that no head has changes nothing, and one that each has is a
   const std::string draws = GENERATE("", ",draws=group", ",seed=5,redraw=2");
   const Story story = story_of(rig, 200, 953);
   require_same(rig, story, with("sample=9" + draws), with("sample=9,error=99%" + draws), 180);
-  require_same(rig, story, with("sample=36" + draws), with("sample=9,error=0.01%" + draws), 180);
-  require_same(rig, story, with("sample=50" + draws), with("sample=9,error=0.01%,most=50" + draws), 180);
-  require_same(rig, story, with("sample=9" + draws), with("sample=9,error=0.01%,most=9" + draws), 180);
+  require_same(rig, story, with("sample=36" + draws), with("sample=9,error=0.0000001%" + draws), 180);
+  require_same(rig, story, with("sample=50" + draws), with("sample=9,error=0.0000001%,most=50" + draws), 180);
+  require_same(rig, story, with("sample=9" + draws), with("sample=9,error=0.0000001%,most=9" + draws), 180);
 }
 
 TEST_CASE("bounds of more tokens than there are draw all of them", "[engine][sample]") {
@@ -97,7 +97,7 @@ TEST_CASE("bounds of more tokens than there are draw all of them", "[engine][sam
   // 106 candidates and fewer: of the third bound one more than there are, of the fourth one fewer.
   const std::string most = GENERATE("500", "110", "106", "105", "100");
   // Who attends everything, and so without chances, may add up in another order.
-  require_same(rig, story, with("sample=" + most), with("sample=9,error=0.01%,most=" + most), 118, tolerance(rig));
+  require_same(rig, story, with("sample=" + most), with("sample=9,error=0.0000001%,most=" + most), 118, tolerance(rig));
   require_same(rig, story, with("sample=9"), with("sample=9,error=99%,most=" + most), 118);
 }
 
@@ -125,8 +125,8 @@ TEST_CASE("groups of one, three and seven heads draw as many as each asks for", 
   options.largest.decode_rows = 1;
   Engine engine(options, rig.device);
   Teller teller{.story = &story,
-                .id = engine.begin(parse_policy(
-                    with(std::string("sample=6,error=20%,most=24") + (shared ? ",draws=group" : ""))))};
+                .id = engine.begin(
+                    parse_policy(with(std::string("sample=6,error=20%,most=24") + (shared ? ",draws=group" : ""))))};
   import_story(engine, rig, teller, 240);
   DrawPolicy policy = kErrorDraws;
   policy.group_draws = shared;
@@ -149,7 +149,7 @@ TEST_CASE("ties, keys that stand out and keys that are no numbers ask for more d
   CAPTURE(kind);
   Story story = story_of(rig, 220, 957);
   if (kind == 0) story.repeat_keys(9);
-  if (kind == 1) story.scale_queries(205, 40.f);
+  if (kind == 1) story.scale_queries(205, 25.f);
   if (kind == 2) {
     for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) story.poison(layer, 60 + layer);
   }

@@ -33,8 +33,8 @@ struct Choices {
   std::uint32_t end = 0;
   std::uint32_t picks = 0;
   std::uint32_t first = 0;  ///< head: the others are counted from it
-  /// Shared memory of each block of the cluster; not null: tokens are drawn, one fewer than `picks` at most, and here is
-  /// written by what.
+  /// Shared memory of each block of the cluster; not null: tokens are drawn, one fewer than `picks` at most, and here
+  /// is written by what.
   DrawnShared* drawn = nullptr;
 
   /// Scores that each head looks for at first, see cut_by_error.

@@ -137,9 +137,7 @@ class Foreseen {
     };
     cut = cut_by_error(
         c_, h,
-        [&](std::uint32_t k) {
-          return cut_of(cut_, gathered_, found, range.least, k, c_.drawn != nullptr, token_of);
-        },
+        [&](std::uint32_t k) { return cut_of(cut_, gathered_, found, range.least, k, c_.drawn != nullptr, token_of); },
         GatheredTokens{c_.drawn, gathered_, found, token_of});
     if (cut.takes_nothing()) return false;
 #pragma unroll 4

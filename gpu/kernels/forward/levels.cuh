@@ -60,8 +60,9 @@ struct RowTokens {
     std::uint64_t all = 0;
     for (std::uint32_t b = 0; b < part.blocks(); ++b) {
       const std::uint32_t there = detail::address_in(&shared, b);
-      all += detail::load_in_cluster(there) |
-             std::uint64_t{detail::load_in_cluster(there + sizeof(std::uint32_t))} << 32;
+      const std::uint64_t low = detail::load_in_cluster(there);
+      const std::uint64_t high = detail::load_in_cluster(there + sizeof(std::uint32_t));
+      all += high << 32 | low;
     }
     detail::cluster_sync();  // All have read what the next sum is added up in.
     return all;

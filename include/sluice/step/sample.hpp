@@ -29,8 +29,8 @@ namespace sluice {
 ///   n       = sum of (1 - exp(-exp(e - enough))) / pi over the B tokens: as many are drawn with it, about
 ///
 /// m tokens do if enough is at least kappa_B, and n at most m. This looks at which tokens are among the B, not at their
-/// order: whatever phi a token has that is drawn in the end, as many are drawn, and its chance is that of a fixed number.
-/// By the bars of the m tokens themselves heads would stop where their draws happen to be low, which is biased.
+/// order: with any other phi for which the head still draws a token, it draws as many, so that the token's chance is
+/// that of a fixed number. By the bars of the m tokens themselves heads would stop where their draws are low: a bias.
 
 /// Every bit of the result depends on every bit of `x`; different for every x.
 [[nodiscard]] constexpr std::uint32_t mix_bits(std::uint32_t x) noexcept {
@@ -71,7 +71,7 @@ struct SampleDraws {
   std::uint32_t key = 0;
   Kind kind = Kind::none;
   std::uint32_t least = 0;  ///< tokens that each query head draws, or at first
-  float error = 0.f;  ///< a head whose error bar exceeds it draws more, if `picks` of its row are more
+  float error = 0.f;        ///< a head whose error bar exceeds it draws more, if `picks` of its row are more
 
   [[nodiscard]] constexpr bool any() const noexcept { return kind != Kind::none; }
   [[nodiscard]] constexpr SampleDraws in(std::uint32_t layer) const noexcept {
