@@ -221,15 +221,10 @@ class ChoiceOf {
     for (std::uint32_t h = part_.rank(); h < heads_; h += part_.blocks()) {
       if (!listed(h)) continue;
       const std::uint32_t found = gather(h);
-      const auto token_of = [&](std::uint32_t i) {
-        return detail::load_in_cluster(candidate(h, i) + sizeof(std::uint32_t));
+      const auto token_of = [counts = s_.found[h], list = lists_ + h * room_](std::uint32_t i) {
+        return detail::load_in_cluster(candidate(counts, list, i) + sizeof(std::uint32_t));
       };
-      give(h, cut_by_error(
-                  c_, h,
-                  [&](std::uint32_t k) {
-                    return cut_of(s_.cut, gathered_, found, s_.least[h], k, c_.drawn != nullptr, token_of);
-                  },
-                  GatheredTokens{c_.drawn, gathered_, found, token_of}));
+      give(h, cut_by_error(c_, h, GatheredTokens{s_.cut, c_.drawn, gathered_, found, s_.least[h], token_of}));
     }
     detail::cluster_sync();
     bool others = false;
@@ -248,17 +243,19 @@ class ChoiceOf {
   [[nodiscard]] __device__ std::uint32_t found(std::uint32_t h) const {
     return __shfl_sync(kAll, found_, static_cast<int>(h * kMostBlocks));
   }
-  /// Where a head's candidate `i` of all blocks' lies, their lists one behind the other.
-  [[nodiscard]] __device__ std::uint32_t candidate(std::uint32_t h, std::uint32_t i) const {
+  /// Where a head's candidate `i` of all blocks' lies, their lists, of so many each, one behind the other.
+  [[nodiscard]] __device__ static std::uint32_t candidate(const std::uint32_t* counts, const Candidate* list,
+                                                          std::uint32_t i) {
     std::uint32_t block = 0;
-    for (; i >= s_.found[h][block]; ++block) i -= s_.found[h][block];
-    return detail::address_in(lists_ + h * room_ + i, block);
+    for (; i >= counts[block]; ++block) i -= counts[block];
+    return detail::address_in(list + i, block);
   }
   /// The keys of these; how many.
   __device__ std::uint32_t gather(std::uint32_t h) {
     const std::uint32_t all = found(h);
 #pragma unroll 2
-    for (std::uint32_t i = threadIdx.x; i < all; i += kThreads) gathered_[i] = detail::load_in_cluster(candidate(h, i));
+    for (std::uint32_t i = threadIdx.x; i < all; i += kThreads)
+      gathered_[i] = detail::load_in_cluster(candidate(s_.found[h], lists_ + h * room_, i));
     return all;
   }
 

@@ -132,13 +132,9 @@ class Foreseen {
     if (found < c_.picks || found > learner_.room()) return false;
     const Range range = gather(h, found);
     if (range.count < c_.picks) return false;
-    const auto token_of = [&, in_shared = staged(found), from = learner_.candidates(h)](std::uint32_t i) {
-      return in_shared ? tokens()[i] : from[i].token;
-    };
-    cut = cut_by_error(
-        c_, h,
-        [&](std::uint32_t k) { return cut_of(cut_, gathered_, found, range.least, k, c_.drawn != nullptr, token_of); },
-        GatheredTokens{c_.drawn, gathered_, found, token_of});
+    const auto token_of = [in_shared = staged(found) ? tokens() : nullptr, from = learner_.candidates(h)](
+                              std::uint32_t i) { return in_shared != nullptr ? in_shared[i] : from[i].token; };
+    cut = cut_by_error(c_, h, GatheredTokens{cut_, c_.drawn, gathered_, found, range.least, token_of});
     if (cut.takes_nothing()) return false;
 #pragma unroll 4
     for (std::uint32_t i = threadIdx.x; i < found; i += kThreads) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/forward/choices.cuh"
+#include "gpu/kernels/forward/cut.cuh"
 #include "gpu/kernels/select/draw.cuh"
 #include "gpu/kernels/select/foresight.cuh"
 
@@ -21,14 +22,21 @@ __device__ inline std::uint64_t sum_of_block(std::uint64_t& shared, std::uint64_
   return shared;
 }
 
-/// Candidates of a head that one block has gathered, `count` keys.
+/// Candidates of a head that one block has gathered, `count` keys from `low` on. `TokenOf` has copies of what it looks
+/// at, see draw_more.
 template <class TokenOf>
 struct GatheredTokens {
+  CutShared& shared;
   DrawnShared* drawn;
   const std::uint32_t* keys;
   std::uint32_t count;
-  const TokenOf& token_of;
+  std::uint32_t low;
+  TokenOf token_of;
 
+  /// What the k largest are, or nothing if too many tie.
+  [[nodiscard]] __device__ __forceinline__ Cut cut_at(std::uint32_t k) const {
+    return cut_of(shared, keys, count, low, k, drawn != nullptr, token_of);
+  }
   /// This thread's number, and of how many.
   [[nodiscard]] __device__ std::uint32_t thread() const { return threadIdx.x; }
   [[nodiscard]] __device__ std::uint32_t threads() const { return kThreads; }
@@ -45,12 +53,17 @@ struct GatheredTokens {
   }
 };
 
-/// All tokens of a row, of a head that all blocks of the cluster look at together.
+/// All tokens of a row, of a head that all blocks of the cluster look at together. `Search` finds the cut of the k
+/// largest, of which at least as many reach `least`.
+template <class Search>
 struct RowTokens {
-  const Part& part;
-  const Choices& choices;
+  Search& search;
+  Part part;
+  Choices choices;
   std::uint32_t head;
+  std::uint32_t least;
 
+  [[nodiscard]] __device__ __forceinline__ Cut cut_at(std::uint32_t k) const { return search.cut_at(head, least, k); }
   [[nodiscard]] __device__ std::uint32_t thread() const { return part.rank() * kThreads + threadIdx.x; }
   [[nodiscard]] __device__ std::uint32_t threads() const { return part.blocks() * kThreads; }
   [[nodiscard]] __device__ std::uint64_t sum(std::uint64_t own) const {
@@ -127,34 +140,35 @@ __device__ __forceinline__ std::uint32_t drawn_by_error(const Choices& c, std::u
   return drawn;
 }
 
-/// What a head chooses: its `picks` largest or, of what is drawn, as few as its error bar allows. All threads that
-/// `tokens` are shared by.
-/// @param cut_at  the cut of the k largest, or one that takes nothing, which is returned then
-template <class CutAt, class Tokens>
-__device__ __forceinline__ Cut cut_by_error(const Choices& c, std::uint32_t h, const CutAt& cut_at,
-                                            const Tokens& tokens) {
-  Cut first;
+/// What a head draws that draws `first`, unless its error bar is too large. A function of its own, which is given
+/// copies: rows without an error would pay for its registers, and for what lay on the stack.
+template <class Tokens>
+__device__ __noinline__ Cut draw_more(Choices c, std::uint32_t h, Tokens tokens, Cut first) {
+  const float reference = foresight::score_of(first.key);
+  if (first.takes_nothing() || !(reference > -INFINITY)) return first;  // Of fewer numbers all are drawn.
   bool judged = false;
-  std::uint32_t k = c.first_picks();
+  std::uint32_t k = c.picks;
 #pragma unroll 1
   while (true) {
-    // If one token would be left, it is drawn, too.
-    Cut cut = c.drawn != nullptr && k == c.end - c.begin ? Cut::all() : cut_at(k);
+    Cut cut = k == c.end - c.begin ? Cut::all() : tokens.cut_at(k);  // If one would be left, it is drawn, too.
     cut.picks = k;
     if (judged || cut.takes_nothing()) return cut;
-    if (k != c.picks) {
-      if (!(foresight::score_of(cut.key) > -INFINITY)) return cut;  // Of fewer numbers all are drawn.
-      first = cut;
-      k = c.picks;
-      continue;
-    }
-    if (k == c.first_picks()) return cut;
-    const std::uint32_t drawn = drawn_by_error(c, h, tokens, cut, foresight::score_of(first.key));
+    const std::uint32_t drawn = drawn_by_error(c, h, tokens, cut, reference);
     if (drawn + 1 == k) return cut;
     if (drawn + 1 == first.picks) return first;
     k = drawn + 1;
     judged = true;
   }
+}
+
+/// What a head chooses, its `picks` largest, or draws: as few as its error bar allows. Takes nothing if that cannot be
+/// told of such tokens. All threads that they are shared by.
+template <class Tokens>
+__device__ __forceinline__ Cut cut_by_error(const Choices& c, std::uint32_t h, const Tokens& tokens) {
+  const std::uint32_t first = c.first_picks();
+  Cut cut = tokens.cut_at(first);
+  cut.picks = first;
+  return first == c.picks ? cut : draw_more(c, h, tokens, cut);
 }
 
 }  // namespace sluice::gpu::forward

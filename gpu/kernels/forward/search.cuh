@@ -32,11 +32,10 @@ class RowSearch {
 
   /// What a head chooses, of whose keys at least as many reach `least`. All threads of all blocks.
   __device__ __noinline__ Cut cut_of(std::uint32_t h, std::uint32_t least) {
-    return cut_by_error(c_, h, [&](std::uint32_t k) { return cut_at(h, least, k); }, RowTokens{part_, c_, h});
+    return cut_by_error(c_, h, RowTokens<RowSearch>{*this, part_, c_, h, least});
   }
-
- private:
-  __device__ Cut cut_at(std::uint32_t h, std::uint32_t least, std::uint32_t k) {
+  /// The k largest of these.
+  __device__ __noinline__ Cut cut_at(std::uint32_t h, std::uint32_t least, std::uint32_t k) {
     if (k >= c_.end - c_.begin) return Cut::all();
     detail::cluster_sync();  // What the search before this one has left has been read.
     const Kth kth = search({.head = h}, least, kAll - least, k);
@@ -48,6 +47,8 @@ class RowSearch {
     if (drawn) cut.ahead = least_taken(h, cut);
     return cut;
   }
+
+ private:
   /// The least key of all blocks' that a cut takes.
   __device__ std::uint32_t least_taken(std::uint32_t h, const Cut& cut) {
     std::uint32_t least = kAll;
