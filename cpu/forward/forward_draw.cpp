@@ -57,11 +57,11 @@ class Judge {
   /// @param reference  a score, which all others are relative to
   Judge(const Head& head, const DrawThresholds& bound, double reference) : error_(head.row.draws.error) {
     // Of fewer numbers than are drawn each is, with certainty.
-    if (bound.largest_left > -kInfinity) bound_ = bound.largest_left - reference;
+    const double last = bound.largest_left > -kInfinity ? bound.largest_left - reference : -kInfinity;
     for (std::uint32_t i = 0; i < bound.drawn; ++i) {
       const double above = head.estimate(head.picks[i]) - reference;
       if (std::isnan(above)) continue;
-      drawn_.push_back({.above = above, .chance = chance(above - bound_)});
+      drawn_.push_back({.above = above, .chance = chance(above - last)});
       sum_ += std::exp(above) / drawn_.back().chance;
     }
     const auto add = [&](std::uint32_t begin, std::uint32_t end) {
@@ -76,7 +76,6 @@ class Judge {
 
   [[nodiscard]] bool enough(std::uint32_t drawn) const noexcept {
     const double threshold = std::log(error_ * sum_ / std::sqrt(double{1} * drawn));
-    if (!(threshold >= bound_)) return false;
     double count = 0.0;
     for (const Token& token : drawn_) count += chance(token.above - threshold) / token.chance;
     return count <= drawn;
@@ -92,8 +91,7 @@ class Judge {
   [[nodiscard]] static double chance(double above) noexcept { return -std::expm1(-std::exp(above)); }
 
   double error_;
-  double bound_ = -kInfinity;  ///< threshold of the most
-  double sum_ = 0.0;           ///< of the softmax weights
+  double sum_ = 0.0;  ///< of the softmax weights
   std::vector<Token> drawn_;
 };
 

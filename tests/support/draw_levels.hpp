@@ -53,8 +53,6 @@ inline DrawLevel level_of(std::span<const double> estimates, std::span<const dou
   for (; level.drawn < last; level.drawn = level.drawn == most ? last : more_draws(level.drawn, most)) {
     if (level.drawn == most) continue;
     const double enough = std::log(error * sum / std::sqrt(double{1} * level.drawn));
-    level.close |= std::abs(enough - threshold) < kCloseScore;
-    if (!(enough >= threshold)) continue;
     const double count = sum_over([&](double e) { return chance(e - enough); });
     level.close |= std::abs(count / level.drawn - 1.0) < kCloseShare;
     if (count <= level.drawn) return level;

@@ -129,7 +129,7 @@ __device__ __forceinline__ std::uint32_t drawn_by_error(const Choices& c, std::u
 #pragma unroll 1
   for (; drawn != most; drawn = more_draws(drawn, most)) {
     const float enough = __fadd_rn(reference, __logf(s.error * sum * rsqrtf(static_cast<float>(drawn))));
-    if (!(enough >= threshold)) continue;
+    if (!(enough >= threshold)) continue;  // By which more than the most are drawn.
     own = 0;
     tokens.for_each(bound, [&](float score, std::uint32_t token) {
       const float of = estimate(score, token);
