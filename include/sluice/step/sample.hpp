@@ -28,9 +28,9 @@ namespace sluice {
 ///   enough  = ln(E sum / sqrt(m)), the threshold with which m tokens have the bar E
 ///   n       = sum of (1 - exp(-exp(e - enough))) / pi over the B tokens: as many are drawn with it, about
 ///
-/// m tokens do if n is at most m. This looks at which tokens are among the B, not at their order: with any other phi for
-/// which the head still draws a token it draws as many, so that the token's chance is that of a fixed number. By the bars
-/// of the m tokens themselves heads would stop where their draws happen to be low, which is a bias.
+/// m tokens do if n is at most m. This looks at which tokens are among the B, not at their order: with any other phi
+/// for which the head still draws a token it draws as many, so that the token's chance is that of a fixed number. By
+/// the bars of the m tokens themselves heads would stop where their draws happen to be low, which is a bias.
 
 /// Every bit of the result depends on every bit of `x`; different for every x.
 [[nodiscard]] constexpr std::uint32_t mix_bits(std::uint32_t x) noexcept {
