@@ -207,5 +207,8 @@ struct RowShape {
 [[nodiscard]] std::uint32_t far_tokens_per_head(const FarOptions& far, std::uint32_t n, const RowShape& shape) noexcept;
 /// The smaller of both.
 [[nodiscard]] std::uint32_t tokens_per_head(const PolicySpec& spec, std::uint32_t n, const RowShape& shape) noexcept;
+/// And at most, where a head draws more if its error bar is large.
+[[nodiscard]] std::uint32_t most_tokens_per_head(const PolicySpec& spec, std::uint32_t n,
+                                                 const RowShape& shape) noexcept;
 
 }  // namespace sluice::scheduler

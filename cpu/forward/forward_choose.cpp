@@ -27,7 +27,7 @@ void mark_head(const ForwardMemory& m, const ForwardRow& row, std::uint64_t h, c
   const auto set = [&](std::uint32_t value) { marks.set(token_of(m, row, ranked, value)); };
   const float* const scores = m.scores + h / m.shape.group() * m.shape.group() * m.score_room() +
                               h % m.shape.group() * std::uint64_t{row.tokens};
-  const std::uint32_t picks = row.draws.any() ? row.picks - 1 : row.picks;  // See keep_drawn.
+  const std::uint32_t picks = row.draws.any() ? m.thresholds[h].drawn : row.picks;
   for (std::uint32_t i = 0; i < picks; ++i) {
     const std::uint32_t value = candidates.begin + m.picks[h * m.max_picks + i];
     if (row.proposed == 0 || order_key(scores[value]) != 0) set(value);

@@ -9,8 +9,7 @@ namespace sluice::cpu {
 /// Scores of a task that draws become what it draws by: soft-capped logits, each perturbed by its draw.
 void perturb(const AttentionShape& shape, const ScoreInt4Task& task);
 
-/// Of each row that draws: the least of a head's picks, which is not drawn, is moved behind the others and tells, with
-/// the next one, what chance those had.
+/// Of each row that draws: how many of its picks each head draws, which come first then, and by which thresholds.
 void keep_drawn(const ForwardMemory& memory, std::uint32_t layer);
 
 /// What a list has drawn, once that is known.

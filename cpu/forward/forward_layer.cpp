@@ -188,8 +188,9 @@ void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) 
 namespace {
 
 /// A query head's error bar, see EngineStats.
-void count_error(const ForwardMemory& m, const ForwardRow& row, std::uint64_t h, float lse) {
-  const float bar = std::sqrt(static_cast<float>(row.picks - 1)) * std::exp(m.thresholds[h].largest_left - lse);
+void count_error(const ForwardMemory& m, std::uint64_t h, float lse) {
+  const DrawThresholds& thresholds = m.thresholds[h];
+  const float bar = std::sqrt(static_cast<float>(thresholds.drawn)) * std::exp(thresholds.largest_left - lse);
   const auto millionths = static_cast<std::uint64_t>(1e6f * (bar < ErrorBar::kMost ? bar : ErrorBar::kMost));
   ++m.state->drawn_heads;
   m.state->error_bars += millionths;
@@ -213,7 +214,7 @@ void merge(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& l
       const auto [draft, head] = m.asker(h);
       if (draft >= packed) continue;
       const float lse = merge_head(m, std::uint64_t{r} * m.shape.q_heads + h, here, sum);
-      if (here.draws.any()) count_error(m, here, std::uint64_t{r} * m.shape.q_heads + h, lse);
+      if (here.draws.any()) count_error(m, std::uint64_t{r} * m.shape.q_heads + h, lse);
       kernels_for(kernels, layer.out.dtype).narrow(sum, layer.out.row(row.at + draft, head), m.shape.head_dim);
       if (layer.lse != nullptr) layer.lse[std::uint64_t{row.at + draft} * layer.out.heads + head] = lse;
     }

@@ -152,6 +152,10 @@ struct BudgetOptions {
   /// drawn again, and to be near. [0, 2^31)
   std::uint32_t redraw = 0;
   bool group_draws = false;  ///< drawn: the query heads of a KV head share one draw per token
+  /// drawn: a query head whose error bar exceeds this share of its softmax sum draws twice as many tokens, and again,
+  /// until the bar is at most so large, or `draw_most` tokens are drawn: see sample.hpp. 0: none does. [0, 1)
+  float draw_error = 0.f;
+  std::uint32_t draw_most = 0;  ///< drawn: 0: four times as many as are drawn at first. [min_tokens, 2^31) or 0
   friend bool operator==(const BudgetOptions&, const BudgetOptions&) = default;
 };
 

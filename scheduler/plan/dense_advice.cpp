@@ -41,7 +41,7 @@ class Costs {
   [[nodiscard]] bool dense_pays(std::uint32_t tokens) const noexcept {
     const RowShape row{.q_heads = shape_.q_heads, .kv_heads = shape_.kv_heads};
     const double window = 1.0 * policy_.near.sink_tokens + std::max(1u, policy_.near.recent_tokens);
-    const double picks = 1.0 * shape_.group() * tokens_per_head(policy_, tokens, row);
+    const double picks = 1.0 * shape_.group() * most_tokens_per_head(policy_, tokens, row);
     const double all = tokens;
     return attend_ * all <= fixed_ + choose_ * all + scattered_ * std::min(all, window + picks);
   }

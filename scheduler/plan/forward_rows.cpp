@@ -27,16 +27,24 @@ bool by_copies(const PolicySpec& spec) noexcept {
 /// Whether tokens are drawn, and divided by their chance.
 bool draws(const PolicySpec& spec) noexcept { return by_copies(spec) && spec.budget.kind == BudgetKind::drawn; }
 
-/// Scores that each query head looks for, of `tokens` tokens: one more than it draws, which says what chance those had.
+/// Scores that each query head looks for, of `tokens` tokens: one more than it draws at most, which says what chance
+/// those had.
 std::uint32_t picks_per_head(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept {
-  return tokens_per_head(spec, tokens, shape) + (draws(spec) ? 1 : 0);
+  return most_tokens_per_head(spec, tokens, shape) + (draws(spec) ? 1 : 0);
 }
 
 /// The draws of a sequence of so many tokens.
-SampleDraws draws_of(const PolicySpec& spec, std::uint32_t tokens) noexcept {
+SampleDraws draws_of(const PolicySpec& spec, std::uint32_t tokens, const RowShape& shape) noexcept {
   const std::uint32_t turn = spec.budget.redraw == 0 ? 0 : tokens / spec.budget.redraw;
   return {.key = mix_bits(spec.budget.seed ^ mix_bits(turn)),
-          .kind = spec.budget.group_draws ? SampleDraws::Kind::group : SampleDraws::Kind::head};
+          .kind = spec.budget.group_draws ? SampleDraws::Kind::group : SampleDraws::Kind::head,
+          .least = tokens_per_head(spec, tokens, shape),
+          .error = spec.budget.draw_error};
+}
+
+/// Whether a row that draws attends all of so many candidates: if one is left, it is attended, too.
+bool draws_all(const ForwardRow& row, std::uint32_t candidates) noexcept {
+  return row.draws.any() && row.draws.least + 1 >= candidates;
 }
 
 /// Whether clusters are chosen by 4-bit copies of some of their keys.
@@ -287,9 +295,9 @@ ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, const RowSh
     row.most = most_per_head(spec, tokens, shape);
     row.mass = row.most == 0 ? 0.f : spec.budget.mass;
   } else if (draws(spec)) {
-    row.picks = picks_per_head(spec, tokens, shape);
-    row.draws = draws_of(spec, tokens);
-    if (row.picks >= candidates) attend_all(row);
+    row.picks = std::min(picks_per_head(spec, tokens, shape), candidates);
+    row.draws = draws_of(spec, tokens, shape);
+    if (draws_all(row, candidates)) attend_all(row);
   } else {
     row.picks = std::min(tokens_per_head(spec, tokens, shape), candidates);
   }
@@ -339,7 +347,8 @@ ForwardRow forward_team(const PolicySpec& spec, std::uint32_t tokens, std::uint3
     row.most = last.most;
   }
   row.picks = std::min(std::max(row.picks, last.picks), candidates);
-  if (row.draws.any() && row.picks == candidates) attend_all(row);
+  if (row.draws.any()) row.draws.least = std::max(row.draws.least, last.draws.least);
+  if (draws_all(row, candidates)) attend_all(row);
   return row;
 }
 

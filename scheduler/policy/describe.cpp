@@ -167,6 +167,8 @@ std::string drawn_words(const BudgetOptions& budget) {
   if (budget.seed != usual.seed) text += ",seed=" + std::to_string(budget.seed);
   if (budget.redraw != usual.redraw) text += ",redraw=" + std::to_string(budget.redraw);
   if (budget.group_draws) text += ",draws=group";
+  if (budget.draw_error > 0.f) text += ",error=" + percent(budget.draw_error);
+  if (budget.draw_error > 0.f && budget.draw_most != 0) text += ",most=" + std::to_string(budget.draw_most);
   return text;
 }
 

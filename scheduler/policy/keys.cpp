@@ -36,6 +36,13 @@ bool read_draws(const Word& word) {
   word.fail("names no draws; there are head and group");
 }
 
+float read_draw_error(const Word& word) {
+  if (word.value == "off") return 0.f;
+  const float error = read_share(word);
+  if (!(error > 0.f && error < 1.f)) word.fail("is no error that a head may have; write off, or a share such as 2%");
+  return error;
+}
+
 /// Pages by a budget of tokens, as Quest and ArkVale count.
 void read_page_tokens(const Word& word, PageSourceOptions& pages) {
   pages.min_tokens = read_count(word);
@@ -148,6 +155,8 @@ constexpr Key kKeys[] = {
     {"seed", Room::drawn, [](S& s, const W& w) { s.budget.seed = read_count(w); }},
     {"redraw", Room::drawn, [](S& s, const W& w) { s.budget.redraw = read_count(w); }},
     {"draws", Room::drawn, [](S& s, const W& w) { s.budget.group_draws = read_draws(w); }},
+    {"error", Room::drawn, [](S& s, const W& w) { s.budget.draw_error = read_draw_error(w); }},
+    {"most", Room::drawn, [](S& s, const W& w) { s.budget.draw_most = read_count(w); }},
     {"most", Room::within, [](S& s, const W& w) { read_larger_of(w, s.budget.min_tokens, s.budget.share); }},
     {"check", Room::bypass, [](S& s, const W& w) { s.bypass_checked = read_switch(w); }},
     {"local", Room::bypass, [](S& s, const W& w) { s.history.local_tokens = read_count(w); }},

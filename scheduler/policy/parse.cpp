@@ -255,6 +255,8 @@ BudgetOptions what_is_read(const BudgetOptions& budget) {
       read.seed = budget.seed;
       read.redraw = budget.redraw;
       read.group_draws = budget.group_draws;
+      read.draw_error = budget.draw_error;
+      if (budget.draw_error > 0.f) read.draw_most = budget.draw_most;
       break;
   }
   return read;

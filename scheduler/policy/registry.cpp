@@ -68,6 +68,15 @@ std::uint32_t tokens_per_head(const PolicySpec& spec, std::uint32_t n, const Row
   return std::min(budget_tokens(spec.budget, n), far_tokens_per_head(spec.far, n, shape));
 }
 
+std::uint32_t most_tokens_per_head(const PolicySpec& spec, std::uint32_t n, const RowShape& shape) noexcept {
+  constexpr std::uint64_t kUsualMost = 4;  // Times as many: a bar is halved.
+  const std::uint32_t least = tokens_per_head(spec, n, shape);
+  if (spec.budget.kind != BudgetKind::drawn || spec.budget.draw_error == 0.f) return least;
+  const std::uint64_t most = spec.budget.draw_most != 0 ? spec.budget.draw_most : kUsualMost * least;
+  return std::max(least, static_cast<std::uint32_t>(
+                             std::min<std::uint64_t>(most, std::min(n, far_tokens_per_head(spec.far, n, shape)))));
+}
+
 std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                std::uint32_t page_tokens, LayerId layer) {
   validate(spec);

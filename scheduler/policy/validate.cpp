@@ -108,6 +108,13 @@ void check_budget(const BudgetOptions& budget) {
   check_open("budget.sample", budget.sample, 1.0, "(0, 1]");
   check_open("budget.alpha", budget.alpha, 1000.0, "(0, 1000]");
   check_count("budget.redraw", budget.redraw, 0, kMost);
+  if (!(budget.draw_error >= 0.f && budget.draw_error < 1.f))
+    reject("budget.draw_error", number(budget.draw_error), "[0, 1)");
+  check_count("budget.draw_most", budget.draw_most, 0, kMost);
+  const bool bounded = budget.kind == BudgetKind::drawn && budget.draw_error > 0.f && budget.draw_most != 0;
+  if (bounded && budget.draw_most < budget.min_tokens)
+    reject("budget.draw_most", std::to_string(budget.draw_most),
+           "[" + std::to_string(budget.min_tokens) + ", 2^31): as many are drawn at first; raise most, or draw fewer");
 }
 
 void check_far(const FarOptions& far) {

@@ -1,7 +1,9 @@
 // Heads that choose thousands of tokens, on a GPU: more than a thread block gathers, or than its cluster lists.
 #include <array>
+#include <cmath>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
@@ -82,4 +84,53 @@ TEST_CASE("what heads choose that choose thousands is foreseen by the step befor
   const std::uint64_t before = engine.stats().missed;
   for (std::uint32_t step = 0; step < kSteps; ++step) (void)run_forward(engine, rig, tensors, {&teller});
   REQUIRE(engine.stats().missed - before <= kSteps * shape.layers * shape.q_heads / 10);
+}
+
+namespace {
+
+/// What a sequence of a policy gets in its next steps, what it attends, and the mean of its error bars.
+struct Steps {
+  std::vector<float> out;
+  std::uint64_t attended = 0;
+  double bar = 0.0;
+};
+Steps steps_of(const std::string& sample) {
+  const EngineRig rig = engine_rig();
+  const AttentionShape shape{.layers = 1, .q_heads = 5, .kv_heads = 1, .head_dim = 64};
+  constexpr std::uint32_t kSteps = 4;
+  const Story story(shape, kTokens + kSteps, 83);
+  const PolicySpec spec = parse_policy("exact | int4 | " + sample + " | near=0,sinks=3,recent=11");
+  EngineOptions options = options_for(shape, rig, 20'001);
+  Engine engine(options, rig.device);
+  Teller teller{.story = &story, .id = engine.begin(spec)};
+  import_story(engine, rig, teller, kTokens);
+  ForwardTensors tensors(*rig.device, shape, 1);
+  Steps steps;
+  while (teller.at < story.tokens()) {
+    const auto out = run_forward(engine, rig, tensors, {&teller});
+    steps.out.insert(steps.out.end(), out[0].begin(), out[0].end());
+  }
+  const EngineStats stats = engine.stats();
+  steps.attended = stats.near_tokens + stats.far_tokens + stats.fetched_tokens;
+  steps.bar = 1e-6 * static_cast<double>(stats.error_bars) / static_cast<double>(stats.drawn_heads);
+  return steps;
+}
+
+}  // namespace
+
+TEST_CASE("heads that draw thousands draw as many as their error bars ask for", "[engine][gpu][choice][sample]") {
+  // Candidates of the most are more than a thread block gathers. All heads have bars much alike.
+  const EngineRig rig = engine_rig();
+  const Steps few = steps_of("sample=5000"), some = steps_of("sample=10000"), many = steps_of("sample=20000");
+  CAPTURE(few.bar, some.bar, many.bar);
+  REQUIRE(few.bar > 1.2 * some.bar);
+  REQUIRE(some.bar > 1.2 * many.bar);
+  const auto draws = [](double error) { return steps_of("sample=5000,most=20000,error=" + std::to_string(error)); };
+  const auto require_same = [&](const Steps& got, const Steps& want) {
+    REQUIRE(got.attended == want.attended);
+    REQUIRE(difference(got.out, want.out) < rig.tolerance);
+  };
+  require_same(draws(1.1 * few.bar), few);
+  require_same(draws(std::sqrt(few.bar * some.bar)), some);
+  require_same(draws(std::sqrt(some.bar * many.bar)), many);
 }

@@ -39,6 +39,7 @@ bool choices_cover(const ForwardRow& team, const ForwardRow& alone) {
 
 TEST_CASE("a team chooses from no less than each of its rows, and as many", "[plan][drafts]") {
   const auto* const text = GENERATE("sluice", "full", "none | near=0,sinks=4,recent=9", "quest | near=0",
+                                    "exact | int4 | sample=max(9, 7%),error=10%,most=50 | near=0,sinks=4,recent=9",
                                     "exact | int4 | top_k=7 | near=0,sinks=3,recent=1",
                                     "exact | int4 | top_k=12% | near=0,sinks=2,recent=40",
                                     "exact | int4 | top_p=0.8 | near=0,sinks=2,recent=6",

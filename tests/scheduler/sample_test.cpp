@@ -9,8 +9,10 @@
 
 #include "sluice/policy.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/draw_levels.hpp"
 
 using namespace sluice;
+using namespace sluice::test;
 
 namespace {
 
@@ -33,6 +35,7 @@ struct Group {
   /// Sums of weights, and of weighted values, of a head: over all tokens.
   struct Sums {
     double mass = 0.0, value = 0.0;
+    std::uint32_t drawn = 0;  ///< tokens of the head itself
     void add(double weight, double of) {
       mass += weight;
       value += weight * of;
@@ -43,20 +46,25 @@ struct Group {
     for (std::uint32_t i = 0; i < tokens; ++i) sums.add(std::exp(logit(h, i)), values[i]);
     return sums;
   }
-  /// And over those that are drawn, by their chances. `shift` is added to all estimates.
-  [[nodiscard]] std::vector<Sums> drawn(const HeadDraws& draws, double shift = 0.0) const {
+  /// And over those that are drawn, by their chances. `shift` is added to all estimates. `error`: heads draw more, up
+  /// to four times as many, where their error bars exceed it.
+  [[nodiscard]] std::vector<Sums> drawn(const HeadDraws& draws, double shift = 0.0, double error = 0.0) const {
     std::vector<double> scores(heads * tokens);
     std::vector<DrawThresholds> thresholds(heads);
     for (std::uint32_t h = 0; h < heads; ++h) {
       double* const own = scores.data() + h * tokens;
       for (std::uint32_t i = 0; i < tokens; ++i)
         own[i] = estimates[h * tokens + i] + shift + double{gumbel_draw(draws.key_of(h), i)};
-      std::vector<double> order(own, own + tokens);
-      std::ranges::sort(order, std::greater<>());
-      thresholds[h] = {.largest_left = static_cast<float>(order[picks]),
-                       .least_drawn = static_cast<float>(order[picks - 1])};
+      const std::vector<double> order = in_order({own, tokens});
+      const std::span<const double> thought(estimates.data() + h * tokens, tokens);
+      const std::uint32_t count =
+          error == 0.0 ? picks : level_of(thought, {own, tokens}, 0.0, picks, 4 * picks, error).drawn;
+      thresholds[h] = {.largest_left = static_cast<float>(order[count]),
+                       .least_drawn = static_cast<float>(order[count - 1]),
+                       .drawn = count};
     }
     std::vector<Sums> sums(heads);
+    for (std::uint32_t h = 0; h < heads; ++h) sums[h].drawn = thresholds[h].drawn;
     for (std::uint32_t i = 0; i < tokens; ++i) {
       bool any = false;
       double rate = 0.0;
@@ -115,6 +123,36 @@ TEST_CASE("sampled sums are unbiased, whatever the estimates are worth", "[sampl
   }
 }
 
+TEST_CASE("heads that draw more where their error bars are large stay unbiased", "[sample]") {
+  constexpr std::uint32_t kSeeds = 10'000;
+  // An error between those of two numbers of tokens, so that one is drawn as often as another.
+  const auto [heads, draws, noise, error] = GENERATE(table<std::uint32_t, std::uint32_t, double, double>(
+      {{1, 1, 0.1, 0.155}, {1, 1, 1.0, 0.125}, {3, 3, 0.5, 0.15}, {4, 1, 0.5, 0.15}}));
+  CAPTURE(heads, draws, noise, error);
+  const Group group(heads, 150, 10, noise, 7);
+  std::vector<Mean> mass(heads), value(heads);
+  std::vector<std::uint32_t> levels(41);
+  for (std::uint32_t seed = 0; seed < kSeeds; ++seed) {
+    const auto sums = group.drawn({.key = mix_bits(seed), .heads = draws}, 0.0, error);
+    for (std::uint32_t h = 0; h < heads; ++h) {
+      mass[h].add(sums[h].mass);
+      value[h].add(sums[h].value);
+      ++levels[sums[h].drawn];
+    }
+  }
+  CAPTURE(levels[10], levels[20], levels[40]);
+  REQUIRE(levels[10] + levels[20] + levels[40] == heads * kSeeds);
+  REQUIRE(std::max({levels[10], levels[20], levels[40]}) < 0.95 * heads * kSeeds);
+  // Of a token that another head drew it is not known how many this one would have drawn with it: with ten tokens that
+  // is a tenth of what one seed is off by.
+  const double approximate = draws == 1 ? 0.0 : 0.15 * std::sqrt(double{kSeeds});
+  for (std::uint32_t h = 0; h < heads; ++h) {
+    CAPTURE(h, mass[h].mean() / group.all(h).mass, mass[h].error() / group.all(h).mass, value[h].error());
+    REQUIRE(std::abs(mass[h].mean() - group.all(h).mass) < (4 + approximate) * mass[h].error());
+    REQUIRE(std::abs(value[h].mean() - group.all(h).value) < (4 + approximate) * value[h].error());
+  }
+}
+
 TEST_CASE("a constant added to all estimates changes nothing", "[sample]") {
   const Group group(3, 50, 6, 0.3, 9);
   for (std::uint32_t seed = 0; seed < 50; ++seed) {
@@ -155,6 +193,21 @@ TEST_CASE("chances of scores that are no finite numbers", "[sample]") {
   // A token that was drawn by the threshold below it, and any other by the one above.
   REQUIRE(draw_rate(3.f, 1.f, some) == Approx(std::exp(2.f)));
   REQUIRE(draw_rate(1.f, 1.f, some) == Approx(std::exp(-1.f)));
+}
+
+TEST_CASE("an error bar is read, described and refused", "[sample][policy]") {
+  const PolicySpec spec = parse_policy("exact | int4 | sample=128,error=2%,most=700");
+  REQUIRE(spec.budget.draw_error == Approx(0.02));
+  REQUIRE(spec.budget.draw_most == 700);
+  REQUIRE(parse_policy(to_string(spec)).budget == spec.budget);
+  REQUIRE(parse_policy("sluice:error=3.5%").budget == parse_policy("sluice | sample=256,error=0.035").budget);
+  REQUIRE(parse_policy("sluice | sample=128,error=off,most=600").budget == parse_policy("sluice | sample=128").budget);
+  for (const char* text :
+       {"sample=128,error=0", "sample=128,error=100%", "sample=128,error=-1%", "sample=128,error=nan",
+        "sample=128,error=2%,most=127", "sample=128,error=2%,most=4000000000", "sample=9,error"})
+    REQUIRE_THROWS_AS(parse_policy(std::string("exact | int4 | ") + text), Error);
+  REQUIRE_THROWS_WITH(parse_policy("exact | int4 | sample=128,error=2%,most=100"),
+                      Catch::Contains("draw_most is 100") && Catch::Contains("raise most"));
 }
 
 TEST_CASE("sample is read, described and refused", "[sample][policy]") {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "tests/support/draw_levels.hpp"
 #include "tests/support/reference.hpp"
 
 namespace sluice::test {
@@ -59,7 +60,7 @@ class Group {
  private:
   struct Head {
     std::vector<double> scores;  ///< of tokens between sinks and recent ones, perturbed
-    double least_drawn, largest_left;
+    double least_drawn = -INFINITY, largest_left = -INFINITY;
   };
   [[nodiscard]] HeadDraws draws_of(const DrawPolicy& policy) const {
     const std::uint32_t tokens = first_ + 1;
@@ -84,15 +85,35 @@ class Group {
 
   void choose(std::uint32_t i, std::uint32_t h) {
     Head head;
-    for (std::uint32_t j = sink_end_; j < recent_; ++j)
-      head.scores.push_back(product(i, h, copies_[j]) - std::log(exponential(h, j)));
-    std::vector<double> order;
-    for (const double score : head.scores) order.push_back(std::isnan(score) ? -INFINITY : score);
-    std::ranges::sort(order, std::greater<>());
-    head.least_drawn = order[policy_.drawn - 1];
-    head.largest_left = order[policy_.drawn];
-    close_ |= head.least_drawn - head.largest_left < kClose;
+    std::vector<double> estimates;
+    for (std::uint32_t j = sink_end_; j < recent_; ++j) {
+      estimates.push_back(product(i, h, copies_[j]));
+      head.scores.push_back(estimates.back() - std::log(exponential(h, j)));
+    }
+    std::uint32_t drawn = policy_.drawn;
+    if (policy_.error != 0.0) {
+      const DrawLevel level =
+          level_of(estimates, head.scores, window(i, h), policy_.drawn, policy_.most, policy_.error);
+      drawn = level.drawn;
+      close_ |= level.close;
+    }
+    if (drawn < head.scores.size()) {
+      const std::vector<double> order = in_order(head.scores);
+      head.least_drawn = order[drawn - 1];
+      head.largest_left = order[drawn];
+      close_ |= head.least_drawn - head.largest_left < kClose;
+    }
     heads_.push_back(std::move(head));
+  }
+
+  /// Estimated weights of the tokens that are attended anyway, but of new ones.
+  [[nodiscard]] double window(std::uint32_t i, std::uint32_t h) const {
+    double sum = 0.0;
+    for (std::uint32_t j = 0; j < std::min(common_, first_); ++j) {
+      const double weight = anyway(j) ? std::exp(product(i, h, copies_[j])) : 0.0;
+      if (!std::isnan(weight)) sum += weight;
+    }
+    return sum;
   }
 
   /// Nothing: the token is not attended.

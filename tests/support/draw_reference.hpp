@@ -9,11 +9,13 @@
 
 namespace sluice::test {
 
-/// A policy `exact | int4 | sample=M`.
+/// A policy `exact | int4 | sample=M`, or `sample=M,error=E,most=B`.
 struct DrawPolicy {
   std::uint32_t sinks = 0;
   std::uint32_t recent = 1;
   std::uint32_t drawn = 0;  ///< M
+  double error = 0.0;       ///< E; 0: every head draws M
+  std::uint32_t most = 0;   ///< B
   std::uint32_t seed = 1;
   std::uint32_t redraw = 0;
   bool group_draws = false;
@@ -26,8 +28,8 @@ struct DrawTeam {
   std::uint32_t draft = 0;  ///< whose output this is
 };
 
-/// What the query heads of a layer get, in float64. Nothing if a head's M-th and (M+1)-th scores are so close that
-/// float32 may order them otherwise.
+/// What the query heads of a layer get, in float64. Nothing if a head's scores are so close where it stops to draw, or
+/// its error bar so close to E, that float32 may draw others.
 [[nodiscard]] std::optional<Attention> attended_with_draws(const Story& story, const AttentionShape& shape,
                                                            std::uint32_t layer, const DrawTeam& team,
                                                            const DrawPolicy& policy);

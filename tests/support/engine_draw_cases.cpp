@@ -114,6 +114,7 @@ TEST_CASE("a batch of policies that draw and that do not attends what each does 
 
 TEST_CASE("layers with windows, dense layers and short sequences draw nothing", "[engine][sample]") {
   const EngineRig rig = engine_rig();
+  const std::string sample = GENERATE(kSample, kSampleError);
   Story story = story_of(rig, 170, 927);
   story.see({40, 0, 0});
   EngineOptions options = options_for(rig, 1, 0);
@@ -121,7 +122,7 @@ TEST_CASE("layers with windows, dense layers and short sequences draw nothing", 
   options.dense_tokens = 100;
   Engine engine(options, rig.device);
   for (const std::uint32_t from : {150u, 90u}) {
-    Teller teller = begun(engine, rig, story, (std::string(kSample) + " | dense=2").c_str(), from);
+    Teller teller = begun(engine, rig, story, (sample + " | dense=2").c_str(), from);
     const std::vector<float> out = decode(engine, rig, teller);
     for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) {
       CAPTURE(from, layer);
@@ -134,14 +135,15 @@ TEST_CASE("layers with windows, dense layers and short sequences draw nothing", 
 
 TEST_CASE("what is drawn depends on neither chunks, forks, prefixes, parking nor what is near", "[engine][sample]") {
   const EngineRig rig = engine_rig();
+  const char* const sample = GENERATE(kSample, kSampleError);
   const Story story = story_of(rig, 230, 928);
   Engine engine(options_for(rig, 1, 5), rig.device);
-  Teller first = begin_named(engine, story, kSample, ids_of(210));
+  Teller first = begin_named(engine, story, sample, ids_of(210));
   prefill(engine, rig, first, 210);
-  Teller found = begin_named(engine, story, kSample, ids_of(210));
+  Teller found = begin_named(engine, story, sample, ids_of(210));
   REQUIRE(found.at == 208);
   prefill(engine, rig, found, 210);
-  Teller pieces{.story = &story, .id = engine.begin(parse_policy(kSample))};
+  Teller pieces{.story = &story, .id = engine.begin(parse_policy(sample))};
   for (const std::uint32_t chunk : {1u, 14u, 2u, 50u, 93u, 50u}) (void)run(engine, rig, {&pieces}, {chunk}, true);
   Teller child{.story = &story, .id = engine.fork(first.id, 210), .at = 210};
   const parks::Area area = parked(engine, first.id);

@@ -16,6 +16,8 @@ using namespace policies;
 
 inline constexpr const char* kSample = "exact | int4 | sample=12 | near=0,sinks=4,recent=20";
 inline constexpr DrawPolicy kDraws{.sinks = 4, .recent = 20, .drawn = 12};
+inline constexpr const char* kSampleError = "exact | int4 | sample=6,error=20%,most=24 | near=0,sinks=4,recent=20";
+inline constexpr DrawPolicy kErrorDraws{.sinks = 4, .recent = 20, .drawn = 6, .error = 0.2, .most = 24};
 
 inline Story story_of(const EngineRig& rig, std::uint32_t tokens, std::uint64_t seed) {
   Story story(kShape, tokens, seed);

@@ -51,7 +51,7 @@ class ChoiceOf {
   /// set(token) for every token of this block that a head chooses. All threads of all blocks, after a cluster_sync.
   template <class Set>
   __device__ void run(const Set& set) {
-    if (c_.end - c_.begin <= c_.picks && !proposed()) {
+    if (c_.end - c_.begin <= c_.first_picks() && !proposed()) {
       for (std::uint32_t i = threadIdx.x; i < part_.count(); i += kThreads) {
         if (const std::uint32_t token = part_.token_of(i); c_.between(token)) set(token);
       }
@@ -221,9 +221,10 @@ class ChoiceOf {
     for (std::uint32_t h = part_.rank(); h < heads_; h += part_.blocks()) {
       if (!listed(h)) continue;
       const std::uint32_t found = gather(h);
-      give(h, cut_of(s_.cut, gathered_, found, s_.least[h], c_.picks, c_.drawn != nullptr, [&](std::uint32_t i) {
-             return detail::load_in_cluster(candidate(h, i) + sizeof(std::uint32_t));
-           }));
+      const auto token_of = [counts = s_.found[h], list = lists_ + h * room_](std::uint32_t i) {
+        return detail::load_in_cluster(candidate(counts, list, i) + sizeof(std::uint32_t));
+      };
+      give(h, cut_by_error(c_, h, GatheredTokens{s_.cut, c_.drawn, gathered_, found, s_.least[h], token_of}));
     }
     detail::cluster_sync();
     bool others = false;
@@ -242,17 +243,19 @@ class ChoiceOf {
   [[nodiscard]] __device__ std::uint32_t found(std::uint32_t h) const {
     return __shfl_sync(kAll, found_, static_cast<int>(h * kMostBlocks));
   }
-  /// Where a head's candidate `i` of all blocks' lies, their lists one behind the other.
-  [[nodiscard]] __device__ std::uint32_t candidate(std::uint32_t h, std::uint32_t i) const {
+  /// Where a head's candidate `i` of all blocks' lies, their lists, of so many each, one behind the other.
+  [[nodiscard]] __device__ static std::uint32_t candidate(const std::uint32_t* counts, const Candidate* list,
+                                                          std::uint32_t i) {
     std::uint32_t block = 0;
-    for (; i >= s_.found[h][block]; ++block) i -= s_.found[h][block];
-    return detail::address_in(lists_ + h * room_ + i, block);
+    for (; i >= counts[block]; ++block) i -= counts[block];
+    return detail::address_in(list + i, block);
   }
   /// The keys of these; how many.
   __device__ std::uint32_t gather(std::uint32_t h) {
     const std::uint32_t all = found(h);
 #pragma unroll 2
-    for (std::uint32_t i = threadIdx.x; i < all; i += kThreads) gathered_[i] = detail::load_in_cluster(candidate(h, i));
+    for (std::uint32_t i = threadIdx.x; i < all; i += kThreads)
+      gathered_[i] = detail::load_in_cluster(candidate(s_.found[h], lists_ + h * room_, i));
     return all;
   }
 
@@ -262,7 +265,7 @@ class ChoiceOf {
     const std::uint32_t there = detail::address_in(&s_.cuts[h], threadIdx.x);
     detail::store_in_cluster(there, cut.key);
     detail::store_in_cluster(there + sizeof(std::uint32_t), cut.tie);
-    if (c_.drawn != nullptr) tell_thresholds(c_.drawn + c_.first + h, threadIdx.x, cut);
+    if (c_.drawn != nullptr) tell_thresholds(c_.drawn->thresholds + c_.first + h, threadIdx.x, cut);
   }
 
   /// What is known of a head's scores now, for the next step: a warp each, of one block.
@@ -270,7 +273,9 @@ class ChoiceOf {
     const std::uint32_t h = threadIdx.x / kWarp;
     if (part_.rank() != 0 || h >= heads_ || proposed()) return;
     const std::uint32_t reached = found(h);
+    const std::uint32_t rank = c_.drawn == nullptr ? c_.picks : c_.drawn->thresholds[c_.first + h].drawn + 1;
     learner_.learn(c_.first + h, {.kth = foresight::score_of(s_.cuts[h].key),
+                                  .rank = rank,
                                   .least = foresight::score_of(s_.least[h]),
                                   .found = reached < c_.picks ? 0 : reached,
                                   .picks = c_.picks});

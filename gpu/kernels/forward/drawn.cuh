@@ -6,11 +6,6 @@
 /// What is added to the logits of tokens that were drawn, see sample.hpp.
 namespace sluice::gpu::forward {
 
-/// Thresholds of a group's query heads, in every block of a cluster.
-struct DrawnShared {
-  DrawThresholds thresholds[kMaxGroup];
-};
-
 /// What a list has drawn, once its thresholds are known.
 class Drawn {
  public:

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstddef>
+
 #include "gpu/kernels/forward/cut.cuh"
 #include "gpu/kernels/forward/search.cuh"
 #include "gpu/kernels/select/foresight.cuh"
@@ -12,8 +14,12 @@ namespace sluice::gpu::forward {
 /// What a cut of drawn tokens says of the chances, to a block of the cluster.
 __device__ inline void tell_thresholds(DrawThresholds* thresholds, std::uint32_t block, const Cut& cut) {
   const std::uint32_t there = detail::address_in(thresholds, block);
-  detail::store_in_cluster(there, __float_as_uint(foresight::score_of(cut.key)));
-  detail::store_in_cluster(there + sizeof(float), __float_as_uint(foresight::score_of(cut.ahead)));
+  const bool all = cut.takes_all();
+  detail::store_in_cluster(there + offsetof(DrawThresholds, largest_left),
+                           __float_as_uint(all ? -INFINITY : foresight::score_of(cut.key)));
+  detail::store_in_cluster(there + offsetof(DrawThresholds, least_drawn),
+                           __float_as_uint(all ? -INFINITY : foresight::score_of(cut.ahead)));
+  detail::store_in_cluster(there + offsetof(DrawThresholds, drawn), all ? cut.picks : cut.picks - 1);
 }
 
 /// Bounds of the next step, of the query heads of a list.
@@ -111,7 +117,7 @@ class Foreseen {
       __syncthreads();  // The next head's come to the same place.
       if (threadIdx.x >= part.blocks()) continue;
       detail::store_in_cluster(detail::address_in(&s_.missing[h], threadIdx.x), chosen ? 0 : 1);
-      if (chosen && c_.drawn != nullptr) tell_thresholds(c_.drawn + h, threadIdx.x, cut);
+      if (chosen && c_.drawn != nullptr) tell_thresholds(c_.drawn->thresholds + h, threadIdx.x, cut);
     }
     detail::cluster_sync();
     const std::uint32_t lane = threadIdx.x % kWarp;
@@ -126,10 +132,9 @@ class Foreseen {
     if (found < c_.picks || found > learner_.room()) return false;
     const Range range = gather(h, found);
     if (range.count < c_.picks) return false;
-    const auto token_of = [&, in_shared = staged(found), from = learner_.candidates(h)](std::uint32_t i) {
-      return in_shared ? tokens()[i] : from[i].token;
-    };
-    cut = cut_of(cut_, gathered_, found, range.least, c_.picks, c_.drawn != nullptr, token_of);
+    const auto token_of = [in_shared = staged(found) ? tokens() : nullptr, from = learner_.candidates(h)](
+                              std::uint32_t i) { return in_shared != nullptr ? in_shared[i] : from[i].token; };
+    cut = cut_by_error(c_, h, GatheredTokens{cut_, c_.drawn, gathered_, found, range.least, token_of});
     if (cut.takes_nothing()) return false;
 #pragma unroll 4
     for (std::uint32_t i = threadIdx.x; i < found; i += kThreads) {
@@ -139,6 +144,7 @@ class Foreseen {
     }
     if (threadIdx.x == 0)
       s_.chosen[h] = {.kth = foresight::score_of(cut.key),
+                      .rank = cut.picks,
                       .least = foresight::score_of(range.least),
                       .found = range.count,
                       .picks = c_.picks};

@@ -105,11 +105,12 @@ __device__ inline std::uint32_t masked(const ForwardMemory& m, const Work& work,
 
 /// Marks every token of this block's that some head of the group attends. Whether all of it was foreseen. All threads
 /// of the cluster, which begins with a cluster_sync once all of its blocks have begun. `kProposes`: see ChoiceOf.
-/// `thresholds`: shared memory for those of a group, which are there when all threads of the block have met.
+/// `drawn`: its thresholds are there when all threads of the block have met.
 template <bool kProposes>
 __device__ inline bool mark(const ForwardMemory& m, const Work& work, const Foresight& foresight, ChoiceShared& s,
-                            DrawThresholds* thresholds, Candidate* lists, std::uint32_t room, const Marks& marks) {
+                            DrawnShared& drawn, Candidate* lists, std::uint32_t room, const Marks& marks) {
   const ForwardRow& row = work.row;
+  if (threadIdx.x == 0) drawn.begin(row, row.draws.of(work.index % m.shape.kv_heads, m.own_group()));
   const bool chosen = !kProposes || row.asks == 0;  // Else the CPU chooses, whatever the row has cut of its scores.
   marks.fill([&](std::uint32_t first) { return window_bits(row, first) | (chosen ? masked(m, work, first) : 0u); });
   detail::cluster_sync();  // All blocks have begun: their memory is there to be written to, and so are their marks.
@@ -123,7 +124,7 @@ __device__ inline bool mark(const ForwardMemory& m, const Work& work, const Fore
                           .begin = row.sink_end,
                           .end = row.recent_begin,
                           .picks = row.picks,
-                          .drawn = row.draws.any() ? thresholds : nullptr};
+                          .drawn = row.draws.any() ? &drawn : nullptr};
     const Learner learner = learner_of(m, work, foresight, Choice::keys(room));
     Foreseen foreseen(s.foreseen, s.cut, reinterpret_cast<std::uint32_t*>(lists), learner, choices);
     // Keys were scored before anybody looked at what is proposed.

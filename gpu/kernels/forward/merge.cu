@@ -76,8 +76,8 @@ __device__ void put_out(const ForwardLayer& layer, std::byte* row, std::uint32_t
 }
 
 /// A query head's error bar, see EngineStats.
-__device__ void count_error(ForwardState& state, const DrawThresholds& thresholds, std::uint32_t drawn, float lse) {
-  const float bar = sqrtf(static_cast<float>(drawn)) * __expf(thresholds.largest_left - lse);
+__device__ void count_error(ForwardState& state, const DrawThresholds& thresholds, float lse) {
+  const float bar = sqrtf(static_cast<float>(thresholds.drawn)) * __expf(thresholds.largest_left - lse);
   const auto millionths = static_cast<unsigned long long>(1e6f * fminf(bar, ErrorBar::kMost));
   atomicAdd(reinterpret_cast<unsigned long long*>(&state.drawn_heads), 1ull);
   if (millionths != 0) atomicAdd(reinterpret_cast<unsigned long long*>(&state.error_bars), millionths);
@@ -145,7 +145,7 @@ __device__ void merge(const ForwardMemory& m, const ForwardScratch& scratch, con
     weights[threadIdx.x] = goes_on ? mine : Weights{.lse = __int_as_float(0x7fc0'0000)};
     if (const ForwardRow here = chooses.in(layer.layer, m.window);
         goes_on && here.draws.any() && threadIdx.x < heads)
-      count_error(*m.state, m.thresholds[h], here.picks - 1, mine.lse);
+      count_error(*m.state, m.thresholds[h], mine.lse);
     if (layer.lse != nullptr && threadIdx.x < heads) {
       const std::uint64_t at = packed + draft_of(threadIdx.x);
       const std::uint32_t own_head = threadIdx.x - draft_of(threadIdx.x) * own;

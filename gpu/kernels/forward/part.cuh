@@ -56,6 +56,10 @@ struct Cut {
   std::uint32_t key = 0;
   std::uint32_t tie = 0;
   std::uint32_t ahead = kAll;  ///< of what is drawn: the least key that is taken
+  std::uint32_t picks = 0;     ///< keys that it was looked for among: of what is drawn one more than are taken
+  /// Of all tokens, numbers or not.
+  [[nodiscard]] __device__ static Cut all() { return {}; }
+  __device__ bool takes_all() const { return key == 0 && tie == 0; }
   __device__ bool takes(std::uint32_t k, std::uint32_t token) const { return k > key || (k == key && ~token > tie); }
   __device__ bool takes_nothing() const { return key == kAll && tie == kAll; }
 };

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/forward/cut.cuh"
+#include "gpu/kernels/forward/levels.cuh"
 
 /// The k-th largest of a whole row, by a cluster of thread blocks that count its keys into buckets, pass by pass: for
 /// rows whose candidates are too many or too few.
@@ -21,56 +22,6 @@ struct Reach {
   }
 };
 
-/// Query heads of a row, each of which chooses `picks` of the tokens [begin, end).
-struct Choices {
-  const float* scores = nullptr;  ///< [heads, stride] of token 0 on
-  std::uint32_t stride = 0;
-  std::uint32_t heads = 0;
-  std::uint32_t begin = 0;
-  std::uint32_t end = 0;
-  std::uint32_t picks = 0;
-  std::uint32_t first = 0;  ///< head: the others are counted from it
-  /// Shared memory of each block of the cluster, [heads] from the row's first head on; not null: tokens are drawn, one
-  /// fewer than `picks`, and here is written by what.
-  DrawThresholds* drawn = nullptr;
-
-  [[nodiscard]] __device__ float score(std::uint32_t h, std::uint32_t token) const {
-    return __ldg(scores + std::uint64_t{first + h} * stride + token);
-  }
-  [[nodiscard]] __device__ std::uint32_t key_of(std::uint32_t h, std::uint32_t token) const {
-    return order_key(score(h, token));
-  }
-  [[nodiscard]] __device__ bool between(std::uint32_t token) const { return token >= begin && token < end; }
-};
-
-/// body(key, token) for every token of this block that a head may choose. Several are on their way at once: of a row of
-/// 512K tokens a thread has 128, and one after the other they took about 50 us on an H200.
-template <class Body>
-__device__ __forceinline__ void for_each_key(const Part& part, const Choices& choices, std::uint32_t h,
-                                             const Body& body) {
-  constexpr std::uint32_t kAtOnce = 2 * kInFlight;
-  // Copies, as the body may store: else they would be read again each time.
-  const Part own = part;
-  const std::uint32_t count = own.count();
-  const std::uint32_t begin = choices.begin;
-  const std::uint32_t end = choices.end;
-  const float* const row = choices.scores + std::uint64_t{choices.first + h} * choices.stride;
-#pragma unroll 1
-  for (std::uint32_t base = threadIdx.x; base < count; base += kAtOnce * kThreads) {
-    float scores[kAtOnce];
-#pragma unroll
-    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-      const std::uint32_t token = own.token_of(base + i * kThreads);
-      scores[i] = token >= begin && token < end ? __ldg(row + token) : 0.f;
-    }
-#pragma unroll
-    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-      const std::uint32_t token = own.token_of(base + i * kThreads);
-      if (token >= begin && token < end) body(order_key(scores[i]), token);
-    }
-  }
-}
-
 class RowSearch {
  public:
   static constexpr std::uint32_t kWords = 2 * kBuckets;  ///< passes take turns with them
@@ -81,9 +32,13 @@ class RowSearch {
 
   /// What a head chooses, of whose keys at least as many reach `least`. All threads of all blocks.
   __device__ __noinline__ Cut cut_of(std::uint32_t h, std::uint32_t least) {
-    if (c_.picks >= c_.end - c_.begin) return {.key = 0, .tie = 0};
+    return cut_by_error(c_, h, RowTokens<RowSearch>{*this, part_, c_, h, least});
+  }
+  /// The k largest of these.
+  __device__ __noinline__ Cut cut_at(std::uint32_t h, std::uint32_t least, std::uint32_t k) {
+    if (k >= c_.end - c_.begin) return Cut::all();
     detail::cluster_sync();  // What the search before this one has left has been read.
-    const Kth kth = search({.head = h}, least, kAll - least, c_.picks);
+    const Kth kth = search({.head = h}, least, kAll - least, k);
     const bool drawn = c_.drawn != nullptr;
     if (kth.ties == kth.equal && !drawn) return {.key = kth.value, .tie = 0};
     const Kth last =

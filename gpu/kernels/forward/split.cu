@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, kAtOnce)
     if (work.row.whole()) {
       listed = list_all(m, work, s.list, marks.part());
     } else {
-      foreseen = mark<kProposes>(m, work, foresight, s.choice, s.drawn.thresholds, memory, room, marks);
+      foreseen = mark<kProposes>(m, work, foresight, s.choice, s.drawn, memory, room, marks);
       auto* const words = reinterpret_cast<std::uint32_t*>(memory);
       const std::uint32_t half = Choice::memory(room);
       const Drawn drawn(m, work, s.drawn);

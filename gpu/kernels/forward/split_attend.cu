@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (detail::cluster_rank() == 0 && threadIdx.x == 0) m.far_windows[work.index] = 0;
   const Marks marks(reinterpret_cast<std::uint32_t*>(memory + Choice::memory(room)), Part(work.row.tokens));
   const Part& part = marks.part();
-  const bool foreseen = mark<false>(m, work, foresight, s.choice, s.drawn.thresholds, memory, room, marks);
+  const bool foreseen = mark<false>(m, work, foresight, s.choice, s.drawn, memory, room, marks);
   const Drawn drawn(m, work, s.drawn);
   if (drawn.any() && detail::cluster_rank() == 0) put_thresholds(m, work, s.drawn);
   Near near(m, work, near_shared, reinterpret_cast<typename Near::WarpOut*>(memory));

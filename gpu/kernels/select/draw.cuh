@@ -28,10 +28,12 @@ __device__ __forceinline__ float rate(float score, float exponential, const Draw
   return score == score ? __int_as_float(0x7f80'0000) : 0.f;
 }
 
-/// See draw_correction.
-__device__ __forceinline__ float correction(float rate) {
+/// That a token with such a rate is drawn: 1 - exp(-rate).
+__device__ __forceinline__ float chance(float rate) {
   const float series = rate * fmaf(rate, fmaf(rate, 1.f / 6.f, -0.5f), 1.f);
-  return -__logf(rate < 0x1p-6f ? series : 1.f - __expf(-rate));
+  return rate < 0x1p-6f ? series : 1.f - __expf(-rate);
 }
+/// See draw_correction.
+__device__ __forceinline__ float correction(float rate) { return -__logf(chance(rate)); }
 
 }  // namespace sluice::gpu::draw

@@ -36,19 +36,21 @@ __device__ __forceinline__ float least_of(const HeadBound& bound, const QueryMea
 
 /// What a choice has shown.
 struct Chosen {
-  float kth = 0.f;          ///< the smallest score that was chosen
+  float kth = 0.f;          ///< the rank-th largest score
+  std::uint32_t rank = 0;   ///< the head has chosen as many, at most `picks`
   float least = 0.f;        ///< `found` scores reached this
   std::uint32_t found = 0;  ///< 0: that is not known
-  std::uint32_t picks = 0;
+  std::uint32_t picks = 0;  ///< that the head may choose
   QueryMeasure query{};
 };
 
 /// Beyond the k-th the scores of a head fall off about exponentially: so many more reach a bound so much lower.
 __device__ inline HeadBound bound_after(const Chosen& chosen, float margin) {
-  const float more = static_cast<float>(chosen.found) / static_cast<float>(chosen.picks);
+  const float more = static_cast<float>(chosen.found) / static_cast<float>(chosen.rank);
   const float scale = more > 1.05f && chosen.kth > chosen.least ? (chosen.kth - chosen.least) / logf(more)
                                                                 : 0.15f * fabsf(chosen.kth - chosen.query.center);
-  const float bound = (chosen.kth - chosen.query.center - scale * logf(margin)) / chosen.query.length;
+  const float below = margin * (static_cast<float>(chosen.picks) / static_cast<float>(chosen.rank));
+  const float bound = (chosen.kth - chosen.query.center - scale * logf(below)) / chosen.query.length;
   return {.bound = isfinite(bound) ? bound : 0.f, .margin = margin};
 }
 

@@ -51,7 +51,7 @@ struct ForwardRow {
   std::uint32_t recent_begin = 0;
   std::uint32_t pages = 0;         ///< of its first full pages as many are ranked by digest, per query head
   std::uint32_t page_picks = 0;    ///< and as many of them chosen; 0: only their scores are wanted
-  /// Of the tokens between, each query head chooses as many, at most max_picks; where they are drawn one fewer.
+  /// Of the tokens between, each query head chooses as many, at most max_picks; where they are drawn one fewer at most.
   std::uint32_t picks = 0;
   /// If there are any, `picks` are drawn: the scores of the tokens between are perturbed, the largest are attended, and
   /// what they weigh is divided by the chance that they were drawn.
@@ -79,6 +79,8 @@ struct ForwardRow {
   [[nodiscard]] constexpr bool in_window(std::uint32_t token) const noexcept {
     return token < sink_end || token >= recent_begin;
   }
+  /// Tokens that were there before: a new one's estimate may not be.
+  [[nodiscard]] constexpr std::uint32_t old_tokens() const noexcept { return drafts == 0 ? tokens - 1 : tokens; }
   /// Whether all tokens are attended.
   [[nodiscard]] constexpr bool whole() const noexcept { return sink_end == tokens; }
   /// The row as it is in a layer whose rows see the newest `window` tokens, see EngineOptions::windows; there nothing

@@ -18,6 +18,19 @@ namespace sluice {
 /// largest phi for a token that is among the M largest, the M-th for any other. With E = exp(-g), which is exponential,
 /// that has the chance 1 - exp(-y), where y = exp(e - threshold). What one head of a KV head draws all of them attend:
 /// with the chance 1 - exp(-sum of y) if their draws are independent, 1 - exp(-largest y) if they share them.
+///
+/// The relative standard error of a head's softmax sum is about sqrt(M) exp(kappa) / sum, where kappa is the (M+1)-th
+/// largest phi: its error bar. A head may be asked to draw the fewest of M, 2M, 4M, ... tokens, up to a bound B, whose
+/// bar is at most an error E. That is judged by estimates, before any key is read. Of the B tokens with the largest phi
+/// each had the chance pi at their threshold kappa_B, and
+///
+///   sum     = sum of exp(e) over what is attended anyway + sum of exp(e) / pi over the B tokens
+///   enough  = ln(E sum / sqrt(m)), the threshold with which m tokens have the bar E
+///   n       = sum of (1 - exp(-exp(e - enough))) / pi over the B tokens: as many are drawn with it, about
+///
+/// m tokens do if n is at most m. This looks at which tokens are among the B, not at their order: with any other phi
+/// for which the head still draws a token it draws as many, so that the token's chance is that of a fixed number. By
+/// the bars of the m tokens themselves heads would stop where their draws happen to be low, which is a bias.
 
 /// Every bit of the result depends on every bit of `x`; different for every x.
 [[nodiscard]] constexpr std::uint32_t mix_bits(std::uint32_t x) noexcept {
@@ -57,10 +70,13 @@ struct SampleDraws {
   };
   std::uint32_t key = 0;
   Kind kind = Kind::none;
+  std::uint32_t least = 0;  ///< tokens that each query head draws, or at first
+  float error = 0.f;        ///< a head whose error bar exceeds it draws more, if `picks` of its row are more
 
   [[nodiscard]] constexpr bool any() const noexcept { return kind != Kind::none; }
   [[nodiscard]] constexpr SampleDraws in(std::uint32_t layer) const noexcept {
-    return any() ? SampleDraws{.key = mix_bits(key ^ mix_bits(layer + 1)), .kind = kind} : SampleDraws{};
+    if (!any()) return {};
+    return {.key = mix_bits(key ^ mix_bits(layer + 1)), .kind = kind, .least = least, .error = error};
   }
   /// Of a KV head with `group` query heads.
   [[nodiscard]] constexpr HeadDraws of(std::uint32_t kv_head, std::uint32_t group) const noexcept {
@@ -70,11 +86,17 @@ struct SampleDraws {
   friend constexpr bool operator==(const SampleDraws&, const SampleDraws&) = default;
 };
 
-/// What a query head has drawn by: scores above `largest_left` are drawn.
+/// What a query head has drawn by: scores above `largest_left` are drawn. Minus infinity: there is nothing left.
 struct DrawThresholds {
   float largest_left = -std::numeric_limits<float>::infinity();  ///< the (M+1)-th largest score
   float least_drawn = -std::numeric_limits<float>::infinity();   ///< the M-th
+  std::uint32_t drawn = 0;                                       ///< M
 };
+
+/// Tokens that a head draws if `drawn` are too few, of `most`.
+[[nodiscard]] constexpr std::uint32_t more_draws(std::uint32_t drawn, std::uint32_t most) noexcept {
+  return drawn < most - drawn ? 2 * drawn : most;
+}
 
 /// Error bars in millionths: beyond a million times the sum they say no more.
 struct ErrorBar {
