@@ -43,7 +43,7 @@ def coded(keys: torch.Tensor) -> dict[str, codes.Copy]:
 
 
 def test_int4_has_the_format_of_the_engines_copy() -> None:
-    """Int4Layout of include/sluice/step/int4.hpp, a channel after the other."""
+    """CodeLayout of include/sluice/step/int4.hpp, a channel after the other."""
     keys = torch.cat([rows(40), torch.zeros(1, SIZE), torch.full((1, SIZE), -3.3), rows(2) * 1e6, rows(2) * 1e-7])
     got, scale, zero = codes.int4(keys)
     for key, code, step, least in zip(keys.numpy(), got.numpy(), scale.numpy(), zero.numpy(), strict=True):
