@@ -106,7 +106,7 @@ sluice_status sluice_engine_options_near_within(const sluice_engine_options* opt
     if (!near)
       throw Error(Errc::out_of_capacity, "device_bytes is " + std::to_string(device_bytes) +
                                              ", and without near rows the engine takes " + std::to_string(others) +
-                                             "; give it more, or less host_bytes, of which 4-bit copies are a share");
+                                             "; give it more, or less host_bytes, of which copies of keys are a share");
     *near_bytes = *near;
   });
 }

@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kName = "sluice_engine_options";
 static_assert(SLUICE_DENSE_AUTO == sluice::kDenseAuto);
-static_assert(offsetof(sluice_engine_options, forecasts) + sizeof(std::uint32_t) == sizeof(sluice_engine_options));
+static_assert(offsetof(sluice_engine_options, code_bits) + sizeof(std::uint64_t) == sizeof(sluice_engine_options));
 static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16) &&
               SLUICE_FP8_E4M3 == static_cast<int>(DType::fp8_e4m3));
 
@@ -132,8 +132,8 @@ std::vector<std::uint32_t> cores_of(const sluice_engine_options& options) {
 }
 
 /// What 32 bits do not hold becomes the largest number that they do, which engines refuse.
-std::uint32_t slack_of(const sluice_engine_options& options) {
-  return static_cast<std::uint32_t>(std::min<std::uint64_t>(options.window_slack, kNone));
+std::uint32_t narrowed(std::uint64_t value) {
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(value, kNone));
 }
 
 std::vector<std::uint32_t> windows_of(const sluice_engine_options& options) {
@@ -164,7 +164,7 @@ EngineOptions to_engine(const sluice_engine_options& options) {
           .scale = options.scale,
           .softcap = options.softcap,
           .windows = windows_of(options),
-          .window_slack = slack_of(options),
+          .window_slack = narrowed(options.window_slack),
           .page_tokens = page,
           .kv_dtype = dtype_of(options.kv_dtype),
           .host_bytes = options.host_bytes,
@@ -183,6 +183,7 @@ EngineOptions to_engine(const sluice_engine_options& options) {
           .max_picks = options.max_picks,
           .digests = digests_of(options.digests),
           .max_ranked = options.max_ranked,
+          .code_bits = narrowed(options.code_bits),
           .max_window = options.max_window,
           .cluster_sequences = options.cluster_sequences,
           .max_clusters = options.max_clusters,
@@ -227,6 +228,7 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.max_picks = options.max_picks;
   out.digests = digests_of(options.digests);
   out.max_ranked = options.max_ranked;
+  out.code_bits = options.code_bits;
   out.max_window = options.max_window;
   out.import_rows = options.import_rows;
   out.prefill_window = options.prefill_window;

@@ -32,7 +32,7 @@ struct HeadDims {
   }
 };
 
-/// Of decoding, dense prompts, 4-bit copies, digests.
+/// Of decoding, dense prompts, copies of keys, digests.
 using KernelHeadDims = HeadDims<64, 96, 128, 192, 256>;
 /// Of FlexPrefill, clusters and prefill by warpgroups.
 using TunedHeadDims = HeadDims<64, 128>;

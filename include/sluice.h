@@ -217,12 +217,16 @@ typedef struct sluice_engine_options {
   /// GPU chooses of it (`history | int4 |` top_k; top_p in buckets with SLUICE_BUCKET_UNBOUNDED) while the CPU learns.
   /// With SLUICE_HANDOVER_DEVICE; engines on SLUICE_DEVICE_CPU have it off
   uint32_t forecasts;
+  /// Bits of a channel of the copies of keys by which the device chooses tokens: 4, or 3, which takes less of its
+  /// memory and tells tokens apart less well; what a policy says (`int4`, `int3`) must be the same. 0 (default): what
+  /// policies want that sluice_engine_options_make_room_for is told of, and else 4; an engine's options say which
+  uint64_t code_bits;
 } sluice_engine_options;
 
 /// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options).
 SLUICE_API sluice_status sluice_engine_options_init(sluice_engine_options* options, size_t struct_size);
 /// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features,
-/// digests, max_picks, max_ranked, max_window, prompt_queries, cpu_sequences, cluster_sequences and
+/// digests, max_picks, max_ranked, max_window, prompt_queries, code_bits, cpu_sequences, cluster_sequences and
 /// max_clusters; and forecasts, if its history observes every fourth step or fewer. Lowers nothing, so that it can be
 /// called for several policies; call it when page_tokens is set. `policy` as in
 /// sluice_engine_begin.
@@ -519,7 +523,7 @@ typedef struct sluice_stats {
   uint64_t fetched_tokens; ///< and by the device over the link
   uint64_t promoted;       ///< tokens brought near, by layers and KV heads
   uint64_t scored;         ///< keys that policies read to choose on the CPU
-  uint64_t estimated;      ///< keys whose 4-bit copies the device was to read to choose
+  uint64_t estimated;      ///< keys whose copies the device was to read to choose
   uint64_t ranked_pages;   ///< pages whose digests it was to read
   uint64_t waited_ns;      ///< that the device waited for the CPU's answers
   uint64_t answer_ns;      ///< from when a thread saw a question until it was answered
@@ -552,7 +556,7 @@ typedef struct sluice_memory {
   uint64_t policies;         ///< host: what policies that choose on the CPU have learnt
   uint64_t near_pages;       ///< device
   uint64_t near_pages_used;  ///< of these, when the newest forward ended
-  uint64_t codes;            ///< device: 4-bit copies of keys
+  uint64_t codes;            ///< device: copies of keys, of code_bits a channel
   uint64_t digests;          ///< device: of full pages, means of their values among them
   uint64_t buffers;          ///< device: everything else
 } sluice_memory;
@@ -620,8 +624,8 @@ SLUICE_API sluice_status sluice_engine_memory(const sluice_engine* engine, sluic
 /// memory may be short.
 SLUICE_API sluice_status sluice_engine_options_memory_needed(const sluice_engine_options* options,
                                                              sluice_memory* memory);
-/// The most that `near_bytes` may be for an engine to take no more than `device_bytes` of the device's memory, all told:
-/// near rows and their tables, 4-bit copies and digests of all keys, clusters, buffers. near_bytes of `options` do not
+/// The most that `near_bytes` may be for an engine to take no more than `device_bytes` of the device's memory, all
+/// told: near rows and their tables, copies and digests of all keys, clusters, buffers. near_bytes of `options` do not
 /// count. SLUICE_OUT_OF_CAPACITY if there is no room for what is not near; else errors as of the call above.
 SLUICE_API sluice_status sluice_engine_options_near_within(const sluice_engine_options* options, uint64_t device_bytes,
                                                            uint64_t* near_bytes);

@@ -15,7 +15,7 @@ struct Kernels;
 /// Tokens of one KV head, estimated from its 4-bit copies: out[i, h] = the score of q[h].k[tokens[i]].
 struct EstimateTask {
   const float* q = nullptr;               ///< [group, head_dim]
-  const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()]
+  const std::byte* copies = nullptr;      ///< [frames, CodeLayout::page_bytes()]
   const float* mean = nullptr;            ///< as in ScoreInt4Task
   const std::uint32_t* frames = nullptr;  ///< [pages]
   std::span<const std::uint32_t> tokens;

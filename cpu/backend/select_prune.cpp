@@ -1,4 +1,4 @@
-// Verbs that estimate attention by 4-bit copies of keys, and keep what is heavy (Twilight).
+// Verbs that estimate attention by copies of keys in codes, and keep what is heavy (Twilight).
 
 #include <algorithm>
 #include <limits>
@@ -29,11 +29,12 @@ constexpr std::uint32_t kSliceRows = 1024;
 /// Addresses of a few rows on their way to the kernel.
 class RowBatch {
  public:
-  explicit RowBatch(const Int4Layout& layout) : layout_(layout) {}
+  explicit RowBatch(const CodeLayout& layout) : layout_(layout) {}
   [[nodiscard]] bool full() const noexcept { return count_ == kSliceRows; }
   void add(const std::byte* copy, std::uint32_t row) noexcept {
-    codes_[count_] = copy + row * layout_.row_bytes();
-    params_[count_++] = copy + layout_.params_offset() + row * Int4Layout::kParamBytes;
+    codes_[count_] = copy + layout_.codes_offset(row);
+    if (layout_.few()) thirds_[count_] = copy + layout_.thirds_offset(row);
+    params_[count_++] = copy + layout_.params_offset() + row * CodeLayout::kParamBytes;
   }
   /// Scores the rows for heads [0, group) of `q` and starts again.
   void flush(const Kernels& kernels, const float* q, const float* mean, float scale, std::uint32_t group, float* out,
@@ -42,6 +43,7 @@ class RowBatch {
                         .mean = mean,
                         .scale = scale,
                         .codes = codes_,
+                        .thirds = layout_.few() ? thirds_ : nullptr,
                         .params = params_,
                         .count = count_,
                         .group = group,
@@ -53,15 +55,16 @@ class RowBatch {
   }
 
  private:
-  Int4Layout layout_;
+  CodeLayout layout_;
   std::uint32_t count_ = 0;
   const std::byte* codes_[kSliceRows];
+  const std::byte* thirds_[kSliceRows];  ///< of 3 bits
   const std::byte* params_[kSliceRows];
 };
 
 /// Rows of one slice, scored in batches; in a row of listed pages -infinity where one has no row for it.
 void score_slice(const Kernels& kernels, const PageSlice& slice, const AttentionShape& shape,
-                 const Int4Layout& layout) {
+                 const CodeLayout& layout) {
   const ScoreInt4Task& task = *slice.task;
   const bool lists = task.lists != nullptr;
   const std::uint32_t page_tokens = layout.page_tokens;
@@ -131,17 +134,16 @@ void score_tail(const Kernels& kernels, const ScoreInt4Task& task, const Attenti
 void Backend::make_codes(std::span<const CodesTask> tasks, const PageLayout& layout, Stream*) {
   if (tasks.empty()) return;
   check("make_codes", layout);
-  const Int4Layout copy(layout);
+  const CodeLayout copy(layout, tasks.front().bits);
   for_each_task(workers_, tasks, tasks.size() * layout.half_bytes(),
                 [&kernels = kernels_for(kernels_, layout.dtype), copy, layout](const CodesTask& task) {
                   const float* const scales = scales_in(layout, task.page);
                   kernels.make_codes({.k = task.page,
                                       .scales = scales,
-                                      .codes = task.out,
-                                      .params = task.out + copy.params_offset(),
+                                      .copy = task.out,
                                       .mean = task.mean,
                                       .rows = task.rows,
-                                      .head_dim = copy.head_dim});
+                                      .layout = copy});
                 });
 }
 
@@ -165,7 +167,7 @@ void Backend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionSh
       }
     }
   }
-  const Int4Layout copy(layout);
+  const CodeLayout copy(layout, call->tasks.front().bits);
   for_each_unit(workers_, call->slices.size(), pages * copy.page_bytes(),
                 [all = call.get(), &kernels = kernels_, shape, layout, copy](std::uint32_t i) {
                   const PageSlice& slice = all->slices[i];
@@ -176,7 +178,7 @@ void Backend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionSh
 
 void Backend::estimate_tokens(const EstimateTask& task, const AttentionShape& shape, const PageLayout& layout) {
   check("estimate_tokens", shape, layout);
-  const Int4Layout copy(layout);
+  const CodeLayout copy(layout);
   const std::uint32_t group = shape.group();
   const std::uint64_t slices = div_up(task.tokens.size(), kSliceRows);
   const auto run = [&kernels = kernels_, task, copy, group, shape](std::uint32_t i) {

@@ -73,7 +73,7 @@ inline void write_row(const Kernels& kernels, const PageLayout& layout, const fl
   kernels_for(kernels, layout.dtype).narrow(in, row, layout.head_dim);
 }
 
-/// The mean key of a full page, see Int4Layout: float32 [head_dim].
+/// The mean key of a full page, see CodeLayout: float32 [head_dim].
 void key_mean(const Kernels& kernels, const PageLayout& layout, const std::byte* page, float* out) noexcept;
 
 /// Below this a thread is done (40 us at 12 GB/s) before others have woken up (5 to 10 us) and helped; small

@@ -28,20 +28,20 @@ void append_tail(const Kernels& kernels, const ForwardMemory& m, const ForwardLa
   }
 }
 
-/// 4-bit copies of rows [first, first + rows) of a block.
+/// Copies of rows [first, first + rows) of a block.
 void make_codes(const Kernels& kernels, const ForwardMemory& m, std::uint32_t plane, std::uint32_t block,
                 std::uint32_t first, std::uint32_t rows, const float* mean) {
-  const Int4Layout copy(m.layout);
+  const CodeLayout copy = m.code_layout();
   const std::byte* const page = m.far_block(plane, block);
   std::byte* const codes = m.codes + m.far_page(plane, block) * copy.page_bytes();
   kernels_for(kernels, m.far_layout.dtype)
       .make_codes({.k = page + first * m.far_layout.row_bytes(),
                    .scales = scales_in(m.far_layout, page, first),
-                   .codes = codes + first * copy.row_bytes(),
-                   .params = codes + copy.params_offset() + first * Int4Layout::kParamBytes,
+                   .copy = codes,
+                   .first = first,
                    .mean = mean,
                    .rows = rows,
-                   .head_dim = m.shape.head_dim});
+                   .layout = copy});
 }
 
 /// The mean key for a token; null: 0. Of layers with windows nobody reads codes.

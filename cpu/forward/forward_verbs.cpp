@@ -16,7 +16,7 @@ namespace sluice::cpu {
 namespace {
 
 void copy_codes(const ForwardMemory& m, const ForwardBlockCopy& copy) {
-  const std::uint64_t bytes = Int4Layout(m.layout).page_bytes();
+  const std::uint64_t bytes = m.code_layout().page_bytes();
   for (std::uint32_t plane = 0; plane < m.planes(); ++plane)
     std::memcpy(m.codes + m.far_page(plane, copy.to) * bytes, m.codes + m.far_page(plane, copy.from) * bytes, bytes);
 }

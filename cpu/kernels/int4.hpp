@@ -6,13 +6,17 @@
 namespace sluice::cpu {
 namespace {
 
-constexpr std::uint32_t kCodesPerWord = 8;
+constexpr std::uint32_t kCodesPerWord = 8;  ///< and of a unit, see CodeLayout
 
 /// What was stored is read again from here on: else the compiler may make one operation of a product and a sum, which
 /// rounds once.
 inline void settle() noexcept { __asm__ __volatile__("" ::: "memory"); }
+template <std::size_t kCount>
+inline void settle(float (&values)[kCount]) noexcept {
+  __asm__ __volatile__("" : "+m"(values));
+}
 
-/// The Hadamard rotation of a head in place, see Int4Layout; the same operations in the same order on every backend.
+/// The Hadamard rotation of a head in place, see CodeLayout; the same operations in the same order on every backend.
 inline void rotate(float* x, std::uint32_t head_dim) noexcept {
   const std::uint32_t block = rotation_block(head_dim);
   for (std::uint32_t apart = 1; apart < block; apart *= 2) {
@@ -63,7 +67,15 @@ inline Range range_of(const float* row, std::uint32_t head_dim) noexcept {
   return {lows[0], highs[0]};
 }
 
-inline Int4Params int4_params(const float* row, std::uint32_t head_dim) noexcept {
+/// What code 0 of 3 bits stands for. Two products that are rounded by themselves: neither is too large for a float.
+inline float lowest_of(float least, float most) noexcept {
+  float parts[] = {least * (1.f - CodeLayout::kBeyond), most * CodeLayout::kBeyond};
+  settle(parts);
+  return parts[0] + parts[1];
+}
+
+inline Int4Params int4_params(const float* row, const CodeLayout& layout) noexcept {
+  const std::uint32_t head_dim = layout.head_dim;
   std::uint32_t nan = 0;
   for (std::uint32_t c = 0; c < head_dim; ++c) {  // On integers, which vectorises.
     std::uint32_t bits = 0;
@@ -73,11 +85,12 @@ inline Int4Params int4_params(const float* row, std::uint32_t head_dim) noexcept
   if (nan != 0) return {__builtin_nanf(""), __builtin_nanf("")};
   const auto [least, most] = range_of(row, head_dim);
   // The same operations in the same order on every backend: the copies are equal bit by bit.
-  float scale = (most - least) / static_cast<float>(Int4Layout::kLevels);
-  scale = scale < Int4Layout::kSmallest ? Int4Layout::kSmallest : scale;
-  scale = scale < Int4Layout::kLargest ? scale : Int4Layout::kLargest;
-  float zero = least > -Int4Layout::kLargest ? least : -Int4Layout::kLargest;
-  zero = zero < Int4Layout::kLargest ? zero : Int4Layout::kLargest;
+  float scale = (most - least) / layout.steps();
+  scale = scale < CodeLayout::kSmallest ? CodeLayout::kSmallest : scale;
+  scale = scale < CodeLayout::kLargest ? scale : CodeLayout::kLargest;
+  float zero = layout.few() ? lowest_of(least, most) : least;
+  zero = zero > -CodeLayout::kLargest ? zero : -CodeLayout::kLargest;
+  zero = zero < CodeLayout::kLargest ? zero : CodeLayout::kLargest;
   return {scale, zero + 0.f};  // Which of two zeros is least is not defined; here it is +0.
 }
 
@@ -85,46 +98,81 @@ inline Int4Params int4_params(const float* row, std::uint32_t head_dim) noexcept
 inline Int4Params store_params(Int4Params params, std::byte* to) noexcept {
   std::byte narrow[kWidth * 2];
   Simd::store_as<DType::f16>(narrow, Simd::keep(1u, Simd::set(params.scale), Simd::set(params.zero)));
-  __builtin_memcpy(to, narrow, Int4Layout::kParamBytes);
+  __builtin_memcpy(to, narrow, CodeLayout::kParamBytes);
   alignas(64) float wide[kWidth];
   Simd::store(wide, Simd::load_as<DType::f16>(narrow));
   return {wide[0], wide[1]};
 }
 
-inline void store_codes(const float* row, std::uint32_t head_dim, Int4Params params, std::byte* to) noexcept {
+/// A row's units, as words of 4 bits each.
+using Units = std::uint32_t[kMaxHeadDim / kCodesPerWord];
+
+/// 3 bits of words of 4, and back. Of a unit, `ab` has bytes a and b, `c` byte c.
+inline void narrow_units(const Units& words, std::uint32_t count, std::byte* ab, std::byte* c) noexcept {
+  std::uint16_t pairs[kMaxHeadDim / kCodesPerWord];
+  std::uint8_t thirds[kMaxHeadDim / kCodesPerWord];
+  for (std::uint32_t i = 0; i < count; ++i) {
+    const std::uint32_t x = words[i];
+    const std::uint32_t ab_bits = (x & 0x0707u) | (x & 0x7070u) >> 1 | (x >> 24 & 3u) << 6 | (x >> 28 & 3u) << 14;
+    pairs[i] = static_cast<std::uint16_t>(ab_bits);
+    thirds[i] = static_cast<std::uint8_t>((x >> 16 & 0x77u) | (x >> 23 & 0x88u));
+  }
+  __builtin_memcpy(ab, pairs, count * sizeof *pairs);
+  __builtin_memcpy(c, thirds, count);
+}
+inline void widen_units(const std::byte* ab, const std::byte* c, std::uint32_t count, Units& words) noexcept {
+  std::uint16_t pairs[kMaxHeadDim / kCodesPerWord];
+  std::uint8_t thirds[kMaxHeadDim / kCodesPerWord];
+  __builtin_memcpy(pairs, ab, count * sizeof *pairs);
+  __builtin_memcpy(thirds, c, count);
+  for (std::uint32_t i = 0; i < count; ++i) {
+    const std::uint32_t x = pairs[i];
+    const std::uint32_t y = thirds[i];
+    words[i] = (x & 0x0707u) | (x & 0x3838u) << 1 | (y & 0x77u) << 16 | (x & 0xc0u) << 18 | (x & 0xc000u) << 14 |
+               (y & 8u) << 23 | (y & 0x80u) << 23;
+  }
+}
+
+/// As row `at` of a page's copy.
+inline void store_codes(const float* row, Int4Params params, std::byte* copy, std::uint32_t at,
+                        const CodeLayout& layout) noexcept {
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-  constexpr auto kTop = static_cast<float>(Int4Layout::kLevels);
-  const std::uint32_t words = head_dim / kCodesPerWord;
+  const auto top = static_cast<float>(layout.levels());
+  const std::uint32_t words = layout.units();
   const float inverse = params.scale == params.scale ? 1.f / params.scale : 0.f;
-  std::uint32_t packed[kMaxHeadDim / kCodesPerWord] = {};
+  Units packed = {};
   for (std::uint32_t n = 0; n < kCodesPerWord; ++n) {
     for (std::uint32_t w = 0; w < words; ++w) {
       float code = (row[n * words + w] - params.zero) * inverse;
       code = code > 0.f ? code : 0.f;  // NaN too
-      code = (code < kTop ? code : kTop) + kRound;
+      code = (code < top ? code : top) + kRound;
       std::uint32_t bits = 0;
       __builtin_memcpy(&bits, &code, sizeof bits);
       packed[w] |= (bits & 15u) << (4 * n);
     }
   }
-  __builtin_memcpy(to, packed, words * sizeof(std::uint32_t));
+  std::byte* const to = copy + layout.codes_offset(at);
+  if (layout.few()) return narrow_units(packed, words, to, copy + layout.thirds_offset(at));
+  __builtin_memcpy(to, packed, words * sizeof *packed);
 }
 
 template <DType kType>
 void make_codes(const CodesRows& args) noexcept {
   alignas(64) float row[kMaxHeadDim];
+  const std::uint32_t head_dim = args.layout.head_dim;
+  std::byte* const params = args.copy + args.layout.params_offset() + args.first * CodeLayout::kParamBytes;
   for (std::uint32_t r = 0; r < args.rows; ++r) {
-    const std::byte* const k = args.k + std::size_t{r} * args.head_dim * kElementBytes<kType>;
-    for (std::uint32_t c = 0; c < args.head_dim; c += kWidth) {
+    const std::byte* const k = args.k + std::size_t{r} * head_dim * kElementBytes<kType>;
+    for (std::uint32_t c = 0; c < head_dim; c += kWidth) {
       const Vec keys = Simd::load_as<kType>(k + c * kElementBytes<kType>);
       Simd::store(row + c, unfold<kType>(keys, args.scales, std::size_t{2} * r));
     }
     settle();
-    for (std::uint32_t c = 0; c < args.head_dim && args.mean != nullptr; ++c) row[c] -= args.mean[c];
-    rotate(row, args.head_dim);
+    for (std::uint32_t c = 0; c < head_dim && args.mean != nullptr; ++c) row[c] -= args.mean[c];
+    rotate(row, head_dim);
     settle();
-    const Int4Params params = store_params(int4_params(row, args.head_dim), args.params + r * Int4Layout::kParamBytes);
-    store_codes(row, args.head_dim, params, args.codes + std::size_t{r} * (args.head_dim / 2));
+    const Int4Params stored = store_params(int4_params(row, args.layout), params + r * CodeLayout::kParamBytes);
+    store_codes(row, stored, args.copy, args.first + r, args.layout);
   }
 }
 
@@ -189,10 +237,12 @@ inline Vec dot_codes(const float* q, const Int4Queries& queries, const std::byte
 }
 
 /// Where kWidth rows lie, scale and zero of each in turn as f16, on the way while those before are multiplied. What is
-/// missing in the last tile repeats its last row.
+/// missing in the last tile repeats its last row. Codes of 3 bits are made words of 4 bits here, which is all that
+/// products know.
 struct Int4Tile {
   const std::byte* codes[kWidth];
   std::byte halves[2 * kWidth * 2];
+  alignas(64) Units words[kWidth];
   std::uint32_t rows;
 
   Int4Tile(const ScoreInt4Rows& args, std::uint32_t tile) noexcept
@@ -200,9 +250,15 @@ struct Int4Tile {
     for (std::uint32_t r = 0; r < kWidth; ++r) {
       const std::uint32_t row = tile + (r < rows ? r : rows - 1);
       codes[r] = args.codes[row];
-      __builtin_memcpy(halves + r * Int4Layout::kParamBytes, args.params[row], Int4Layout::kParamBytes);
+      if (args.thirds != nullptr) {
+        widen_units(args.codes[row], args.thirds[row], args.head_dim / kCodesPerWord, words[r]);
+        codes[r] = reinterpret_cast<const std::byte*>(words[r]);
+      }
+      __builtin_memcpy(halves + r * CodeLayout::kParamBytes, args.params[row], CodeLayout::kParamBytes);
       const std::uint32_t ahead = tile + r + 2 * kWidth;
-      if (ahead < args.count) prefetch_row(args.codes[ahead], args.head_dim / 2);
+      if (ahead >= args.count) continue;
+      prefetch_row(args.codes[ahead], args.head_dim / (args.thirds == nullptr ? 2 : 4));
+      if (args.thirds != nullptr) prefetch_row(args.thirds[ahead], args.head_dim / 8);
     }
     if (tile + 2 * kWidth < args.count) prefetch_line(args.params[tile + 2 * kWidth]);
   }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "sluice/prefill.hpp"
+#include "sluice/step/int4.hpp"
 #include "sluice/tensor.hpp"
 
 namespace sluice::cpu {
@@ -71,23 +72,24 @@ struct DigestRows {
   std::uint32_t head_dim = 0;
 };
 
-/// 4-bit copies of `rows` consecutive K rows; see Int4Layout.
+/// Copies in codes of `rows` consecutive K rows, which become rows [first, first + rows) of `copy`; see CodeLayout.
 struct CodesRows {
   const std::byte* k = nullptr;   ///< [rows, head_dim]
   const float* scales = nullptr;  ///< as in DigestRows
-  std::byte* codes = nullptr;     ///< [rows, head_dim / 2]
-  std::byte* params = nullptr;    ///< [rows, 2] f16
+  std::byte* copy = nullptr;      ///< of a page
+  std::uint32_t first = 0;
   const float* mean = nullptr;    ///< [head_dim] the mean key; null: 0
   std::uint32_t rows = 0;
-  std::uint32_t head_dim = 0;
+  CodeLayout layout{};
 };
 
-/// out[i * token_stride + h * head_stride] = the estimate of q[h].k[i] * scale by its 4-bit copy, see Int4Layout.
+/// out[i * token_stride + h * head_stride] = the estimate of q[h].k[i] * scale by its copy in codes, see CodeLayout.
 struct ScoreInt4Rows {
   const float* q = nullptr;                  ///< [group, head_dim]
   const float* mean = nullptr;               ///< [head_dim] the mean key; null: 0
   float scale = 0.f;
   const std::byte* const* codes = nullptr;   ///< [count] addresses of rows of codes
+  const std::byte* const* thirds = nullptr;  ///< [count] of 3 bits, of their bytes c; else null
   const std::byte* const* params = nullptr;  ///< [count] addresses of their scale and zero
   std::uint32_t count = 0;
   std::uint32_t group = 0;

@@ -21,7 +21,7 @@ void Backend::choose_clusters(std::span<const ChooseClustersTask> tasks, const A
     throw Error(Errc::unsupported, "choose_clusters: " + std::to_string(most) + " clusters; GPU kernels order up to " +
                                        std::to_string(kMostClusters) + "; make larger ones");
   CudaStream& cuda = cuda_stream(stream, "choose_clusters");
-  const ChooseClustersShape choice{.layout = Int4Layout(layout),
+  const ChooseClustersShape choice{.layout = CodeLayout(layout),
                                    .group = shape.group(),
                                    .scale = shape.score_scale(),
                                    .softcap = shape.softcap,

@@ -1,4 +1,4 @@
-// Verbs that estimate attention by 4-bit copies of keys, and keep what is heavy (Twilight).
+// Verbs that estimate attention by copies of keys in codes, and keep what is heavy (Twilight).
 
 #include <algorithm>
 
@@ -13,7 +13,9 @@ void Backend::make_codes(std::span<const CodesTask> tasks, const PageLayout& lay
   if (tasks.empty()) return;
   check_supported("make_codes", layout.near());
   CudaStream& cuda = cuda_stream(stream, "make_codes");
-  for_each_launch(tasks, cuda.params(), [&](const auto& array) { launch_make_codes(array, layout, cuda.handle()); });
+  const std::uint32_t bits = tasks.front().bits;
+  for_each_launch(tasks, cuda.params(),
+                  [&](const auto& array) { launch_make_codes(array, layout, bits, cuda.handle()); });
 }
 
 void Backend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
@@ -21,7 +23,7 @@ void Backend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionSh
   if (tasks.empty()) return;
   check_supported("score_int4", shape, layout);
   CudaStream& cuda = cuda_stream(stream, "score_int4");
-  const ScoreInt4Shape score{.layout = Int4Layout(layout),
+  const ScoreInt4Shape score{.layout = CodeLayout(layout, tasks.front().bits),
                              .dtype = layout.dtype,
                              .group = shape.group(),
                              .scale = shape.score_scale(),

@@ -130,7 +130,7 @@ void ForwardVerbs::choose_clusters(const ForwardMemory& memory, const ForwardScr
   tasks.queued = scratch.cluster_tasks;
   tasks.count = memory.bucket.decode_rows * memory.shape.kv_heads;
   launch_choose_clusters(tasks, std::min(memory.max_clusters, memory.bucket.max_tokens),
-                         {.layout = Int4Layout(memory.layout),
+                         {.layout = memory.code_layout(),
                           .group = memory.shape.group(),
                           .scale = memory.shape.score_scale(),
                           .softcap = memory.shape.softcap,

@@ -103,7 +103,7 @@ void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) 
 void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer) {
   const CurrentDevice current(ordinal_);
   const ForwardScratch scratch = choice_of(memory);
-  const ScoreInt4Shape shape{.layout = Int4Layout(memory.layout),
+  const ScoreInt4Shape shape{.layout = memory.code_layout(),
                              .dtype = memory.layout.dtype,
                              .group = memory.shape.group(),
                              .scale = memory.shape.score_scale(),

@@ -181,7 +181,7 @@ class Engine {
   [[nodiscard]] std::uint64_t park_bytes(SequenceId sequence, std::string_view model = {}) const;
   /// A new sequence with all that was parked, in this engine or another one, which may have pages of another size and
   /// other budgets of memory, for the same `model`. It goes on as the one that was parked would have. Nothing of it is
-  /// near; if the engine has near memory, outputs may round differently until it is. Digests and 4-bit copies are made
+  /// near; if the engine has near memory, outputs may round differently until it is. Digests and copies are made
   /// of its keys. A policy that chooses on the CPU begins again when the next token is planned to be decoded, as after
   /// an import: it looks at all there is, with the queries of a prompt that ends there; what it had learnt from decoded
   /// tokens is forgotten. Audits and watched tokens stay behind. Forwards of others may be under way. Its names are

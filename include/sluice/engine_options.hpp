@@ -48,7 +48,7 @@ struct EngineOptions {
   /// Device memory for near pages, as many of each layer and KV head; what is left of one of all of them is not used.
   /// They are a cache of far ones, row by row: tokens come in near, those that are not attended give way, and those
   /// that are attended far again and again are brought. If this is not 0, it takes 4 bytes of device memory more for
-  /// each token, layer and KV head that host_bytes hold. What 4-bit copies, digests and buffers leave of a budget of
+  /// each token, layer and KV head that host_bytes hold. What copies of keys, digests and buffers leave of a budget of
   /// device memory: near_bytes_within().
   std::uint64_t near_bytes = 0;
   /// Tokens of a layer and KV head that are brought near at a time, at most, in every kNearTurn-th forward, beside the
@@ -100,6 +100,11 @@ struct EngineOptions {
   /// hold. What a policy calls them (PageSourceOptions::digest) must be the same.
   std::optional<DigestKind> digests{};
   std::uint32_t max_ranked = 512;  ///< pages that a query head may choose
+  /// Of a channel of the copies of all keys by which the device chooses tokens, see CodeLayout: 4, or 3, which takes
+  /// head_dim / 8 bytes of device memory less for each token, layer and KV head, and tells tokens apart less well. What
+  /// a policy says (`int4`, `int3`) must be the same. 0: what make_room_for says of policies that choose by them; if
+  /// there are none, 4. Engine::options() says which.
+  std::uint32_t code_bits = 0;
   std::uint32_t max_window = 512;  ///< sinks and recent tokens of a policy, together
   /// Of `sequences`, those whose policies choose among clusters on the device (tactic | int4): each has room in device
   /// memory for max_clusters centroids of every layer and KV head, in float32, and 4 bytes for each token that a
@@ -139,12 +144,12 @@ struct EngineOptions {
 };
 
 /// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features of
-/// the largest bucket, digests, max_picks, max_ranked, max_window and prompt_queries; cpu_sequences to one
+/// the largest bucket, digests, max_picks, max_ranked, max_window, prompt_queries and code_bits; cpu_sequences to one
 /// at least, if it chooses on the CPU; `forecasts`, if its history tells the device and observes so few steps that this
 /// is faster; cluster_sequences likewise and max_clusters, if it chooses among clusters on the device. Lowers nothing,
 /// so that it can be called for several policies.
 /// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if no engine serves the policy, or not beside those
-/// that `options` are for: digests are of one kind.
+/// that `options` are for: digests are of one kind, and so are copies of keys.
 void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options);
 
 /// What an engine with these options would reserve, by component, without building it: far_pages, pinned, near_pages,
@@ -155,7 +160,7 @@ void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions
 [[nodiscard]] EngineMemoryUse memory_needed(const EngineOptions& options, Device* device = nullptr);
 
 /// The most that EngineOptions::near_bytes may be for the engine to take no more of the device's memory than this, all
-/// told: near rows and their tables, 4-bit copies and digests of all keys, clusters, buffers. 0: there is room for
+/// told: near rows and their tables, copies in codes and digests of all keys, clusters, buffers. 0: there is room for
 /// these but not for near rows; none: not even for these. near_bytes of `options` do not count.
 /// @throws as memory_needed
 [[nodiscard]] std::optional<std::uint64_t> near_bytes_within(EngineOptions options, std::uint64_t device_bytes,

@@ -15,7 +15,7 @@ struct EngineStats {
   std::uint64_t fetched_tokens = 0;  ///< and by the device over the link
   std::uint64_t promoted = 0;     ///< tokens brought near, by layers and KV heads
   std::uint64_t scored = 0;       ///< keys that policies read to choose on the CPU
-  /// In forwards that got to their end, by layers and KV heads: keys whose 4-bit copies the device was to read to choose,
+  /// In forwards that got to their end, by layers and KV heads: keys whose copies the device was to read to choose,
   /// and pages whose digests.
   std::uint64_t estimated = 0;
   std::uint64_t ranked_pages = 0;
@@ -59,7 +59,7 @@ struct EngineMemoryUse {
   std::uint64_t prefixes = 0;         ///< host, not reserved: names of tokens, and what finds pages by them
   std::uint64_t near_pages = 0;       ///< device
   std::uint64_t near_pages_used = 0;  ///< of these, when the newest forward ended
-  std::uint64_t codes = 0;            ///< device: 4-bit copies of keys
+  std::uint64_t codes = 0;            ///< device: copies of keys, of EngineOptions::code_bits a channel
   std::uint64_t digests = 0;          ///< device: of full pages, means of their values among them
   std::uint64_t buffers = 0;          ///< device: tables, scores, choices, windows of prompts and scratch
 

@@ -26,6 +26,7 @@ enum class Source : std::uint8_t {
 enum class Estimate : std::uint8_t {
   exact,     ///< q.k of the key itself
   int4,      ///< q.k of a 4-bit copy of it (Twilight, arXiv 2502.02770 section 4.2)
+  int3,      ///< q.k of a 3-bit copy of it; with top_k, top_p and sample of `exact` alone
   channels,  ///< q.k over a few channels of it; with top_k (Double Sparsity, arXiv 2408.07092)
   hadamard,  ///< by 2 bits of each channel of its Hadamard transform; with top_k (Adamas, arXiv 2510.18413)
   skewed,    ///< q.k over a few channels of both, turned so that few say most; with within (InfiniGen, OSDI 2024)
@@ -44,6 +45,7 @@ enum class BudgetKind : std::uint8_t {
                 ///< and `skewed` (InfiniGen)
   drawn,        ///< max(min_tokens, share * n) of them, drawn without replacement by their estimated weight and divided
                 ///< by the chance that they were drawn: see sample.hpp; needs `exact` alone, and `int4`
+                ///< or `int3`
 };
 
 /// A score that decays more slowly gains less in a step than its 16 bits tell apart, see HistoryOptions.
@@ -224,7 +226,7 @@ struct PolicySpec {
 ///
 ///   policy  = (preset [":" options] | source {"+" source}) {"|" stage}
 ///   source  = ("all" | "exact" | "history" | "pages" | "clusters" | "lsh" | "snapshot" | "none") [":" options]
-///   stage   = "int4" | "channels=" CHANNELS | "hadamard" | "skewed=" SHARE | "rehearsed" | "top_k=" COUNT
+///   stage   = "int4" | "int3" | "channels=" CHANNELS | "hadamard" | "skewed=" SHARE | "rehearsed" | "top_k=" COUNT
 ///           | "top_p=" SHARE | "fitted=" SHARE | "progressive=" SHARE ["," options] | "sampled"
 ///           | "verified=" SHARE ["," options] | "within=" LOGITS ["," options]
 ///           | "sample=" COUNT ["," options] | "far=" COUNT

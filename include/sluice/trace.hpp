@@ -15,7 +15,7 @@ enum class Stage : std::uint8_t {
   gather,   ///< keys and values that chunks of prompts attend are brought together, over the link where they lie far
   prefill,  ///< chunks of prompts attend
   rank,     ///< pages are scored by digest, and chosen
-  score,    ///< tokens are scored by their 4-bit copies
+  score,    ///< tokens are scored by their copies in codes
   choose,   ///< tokens are chosen by score
   split,    ///< near and far rows are listed, and the CPU is asked
   attend,   ///< near rows are attended

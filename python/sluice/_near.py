@@ -72,7 +72,7 @@ def settle_near(options: EngineOptions, given: int | None, tokens: int, memory: 
     if needed.device > memory.free:
         raise OutOfCapacity(
             f"the engine takes {needed.device:,} bytes of the GPU's memory, of which {memory.free:,} are free: "
-            f"{needed.near_pages:,} for near keys and values, {needed.codes:,} for 4-bit copies of keys, "
+            f"{needed.near_pages:,} for near keys and values, {needed.codes:,} for copies of keys, "
             f"{needed.digests + needed.buffers:,} for others. Give it a smaller "
             f"{'near_bytes, or ' if needed.near_pages else ''}host_bytes, of which the copies are a share, or free "
             "memory of the GPU: other programs', or by torch.cuda.empty_cache() what torch keeps for later")

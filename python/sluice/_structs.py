@@ -100,6 +100,7 @@ class EngineOptions(Sized):
         ("dense_tokens", c_uint32),
         ("handover", c_uint32),
         ("forecasts", c_uint32),
+        ("code_bits", c_uint64),
     ]
 
 

@@ -19,7 +19,7 @@ class Stats:
     fetched_tokens: int  #: and by the device over the link
     promoted: int  #: tokens brought near, by layers and KV heads
     scored: int  #: keys that policies read to choose on the CPU
-    estimated: int  #: keys whose 4-bit copies the device was to read to choose
+    estimated: int  #: keys whose copies the device was to read to choose
     ranked_pages: int  #: pages whose digests it was to read
     waited_ns: int  #: that the device waited for the CPU's answers
     answer_ns: int  #: from when a thread saw a question until it was answered
@@ -55,7 +55,7 @@ class Memory:
     policies: int  #: host: what policies that choose on the CPU have learnt
     near_pages: int  #: device
     near_pages_used: int  #: of these, when the newest forward ended
-    codes: int  #: device: 4-bit copies of keys
+    codes: int  #: device: copies of keys, of `code_bits` a channel
     digests: int  #: device: of full pages
     buffers: int  #: device: everything else
 

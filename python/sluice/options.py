@@ -125,6 +125,7 @@ class EngineOptions:
     max_picks: int | None = None  #: tokens that a query head may choose on the device
     digests: Literal["none", "box", "cuboid_mean"] | None = None  #: of full pages
     max_ranked: int | None = None  #: pages that a query head may choose
+    code_bits: int | None = None  #: of a channel of keys' copies, 4 or 3; 0: what the policies of `make_room_for` want
     max_window: int | None = None  #: sinks and recent tokens of a policy, together
     import_rows: int | None = None  #: tokens of one import
     prefill_window: int | None = None  #: tokens of keys that a chunk of a prompt attends at a time
@@ -166,7 +167,7 @@ class EngineOptions:
 
     def near_bytes_within(self, device_bytes: int) -> int:
         """The most that `near_bytes` may be for an engine to take no more than this of the GPU's memory, all told: near
-        rows and their tables, 4-bit copies and digests of all keys, clusters, buffers. `near_bytes` does not count.
+        rows and their tables, copies in codes and digests of all keys, clusters, buffers. `near_bytes` does not count.
         @throws OutOfCapacity if there is no room for what is not near; else as memory_needed"""
         near, lib = ctypes.c_uint64(), library()
         lib.check(lib.engine_options_near_within(ctypes.byref(self._to_struct()),

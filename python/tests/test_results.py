@@ -219,6 +219,22 @@ def test_forecasts_are_a_gpus_and_make_room_for_says_where_they_pay() -> None:
         sluice.Engine(dataclasses.replace(options, forecasts=2))  # type: ignore[arg-type]
 
 
+def test_copies_of_keys_have_the_bits_that_policies_name() -> None:
+    options = sluice.EngineOptions(layers=1, q_heads=4, kv_heads=1, head_dim=64, host_bytes=1 << 20)
+    wide = options.memory_needed().codes
+    options.make_room_for("exact | int3 | sample=9 | near=0", 64)
+    assert options.code_bits == 3
+    with sluice.Engine(options) as engine:
+        assert engine.options.code_bits == 3 and engine.memory().codes * (32 + 4) == wide * (24 + 4)
+        assert engine.begin("exact | int3 | sample=9 | near=0") >= 0
+        with pytest.raises(sluice.Unsupported, match="4 bits, and the engine's have 3"):
+            engine.begin("exact | int4 | sample=9 | near=0")
+    with pytest.raises(sluice.Unsupported, match="code_bits is 3"):
+        options.make_room_for("exact | int4 | sample=9 | near=0", 64)
+    with pytest.raises(sluice.InvalidArgument, match="code_bits is 5; it must be 3 or 4"):
+        sluice.Engine(dataclasses.replace(options, code_bits=5))
+
+
 def test_options_are_what_was_made() -> None:
     options = sluice.EngineOptions(layers=1, q_heads=4, kv_heads=1, head_dim=64, host_bytes=1 << 20, cores=[0],
                                    prefill_gamma=0.5, kv_dtype="f16", pin_threads=False, scale=0.25, softcap=30.0,

@@ -12,7 +12,7 @@
 
 namespace sluice::runtime {
 
-/// Makes digests, means of values and 4-bit copies of pages that no forward has brought: on the device, from host
+/// Makes digests, means of values and copies in codes of pages that no forward has brought: on the device, from host
 /// memory, with what its forwards make them by. On a stream of its own; what it made is there for all streams once
 /// `wait` returns.
 class SideData {
@@ -21,7 +21,7 @@ class SideData {
   SideData(const ForwardMemory& memory, Device& device, std::chrono::milliseconds timeout);
 
   /// Enqueues those of a plane for the first `tokens` tokens of these blocks, once what was enqueued before is done.
-  /// `first`: the block whose mean key, see Int4Layout, the copies are made with; kNone: 0.
+  /// `first`: the block whose mean key, see CodeLayout, the copies are made with; kNone: 0.
   /// @throws Error{Errc::timeout}, Error{Errc::device}
   void make(std::uint32_t plane, std::span<const std::uint32_t> blocks, std::uint32_t tokens, std::uint32_t first);
   /// @throws as `make`

@@ -83,6 +83,7 @@ std::uint32_t dense_tokens(const EngineOptions& options, const Device& device) {
 const EngineOptions& settled(EngineOptions& options, const Device& on, const ForwardVerbs& verbs, bool embedded) {
   const DeviceInfo& device = on.info();
   options.forecasts = options.forecasts && !embedded;
+  options.code_bits = runtime::code_bits_of(options);
   if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options, on);
   if (runtime::prefill_of(options.prefill).flex.flattened && device.own_processor)
     throw Error(Errc::unsupported,
@@ -100,6 +101,7 @@ const EngineOptions& settled(EngineOptions& options, const Device& on, const For
 /// The same for the embedded host device, without building one: it can do all that options may ask for.
 const EngineOptions& settled_on_host(EngineOptions& options) {
   options.forecasts = false;
+  options.code_bits = runtime::code_bits_of(options);
   if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options);
   if (options.handover == Handover::automatic) options.handover = cpu::HostDeviceOptions{}.handover;
   return options;

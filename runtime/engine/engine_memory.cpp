@@ -80,6 +80,7 @@ ForwardMemory described(const EngineOptions& options, const scheduler::LayerStac
   memory.max_picks = std::min(options.max_picks, memory.largest.max_tokens);
   memory.max_ranked = std::min(options.max_ranked, memory.max_pages);
   memory.page_shift = static_cast<std::uint32_t>(std::countr_zero(options.page_tokens));
+  memory.code_bits = code_bits_of(options);
   memory.digest = options.digests.value_or(DigestKind::box);
   memory.max_window = options.max_window;
   // What is chosen of them is a share of the mass.
@@ -100,7 +101,7 @@ std::uint64_t listed_blocks(const EngineOptions& options, const ForwardMemory& m
 }
 
 std::uint64_t codes_bytes_of(const ForwardMemory& memory) {
-  return std::uint64_t{memory.blocks} * memory.planes() * Int4Layout(memory.layout).page_bytes();
+  return std::uint64_t{memory.blocks} * memory.planes() * memory.code_layout().page_bytes();
 }
 std::uint64_t digests_bytes_of(const ForwardMemory& memory) {
   return std::uint64_t{memory.blocks} * memory.planes() * 2 * memory.layout.row_bytes();

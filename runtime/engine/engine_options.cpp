@@ -91,6 +91,8 @@ void validate(const EngineOptions& options) {
             "a value of sluice::DigestKind");
   require(!options.largest.pages || options.digests.has_value(), "largest.pages", 1,
           "false unless EngineOptions::digests says which digests pages have");
+  require(options.code_bits == 0 || options.code_bits == kCodeBits || options.code_bits == kFewCodeBits, "code_bits",
+          options.code_bits, "3 or 4, or 0 for what policies want");
   in("window_slack", options.window_slack, 0, 1u << 24);
   in("max_window", options.max_window, 1, 1u << 20);
   in("cluster_sequences", options.cluster_sequences, 0, options.sequences);
@@ -125,7 +127,15 @@ void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& op
     throw Error(Errc::unsupported,
                 "the policy ranks pages by another kind of digest than EngineOptions::digests has for the "
                 "policies before it; give it an engine of its own");
+  const std::uint32_t bits = scheduler::code_bits(policy);
+  if (bits != 0 && options.code_bits != 0 && options.code_bits != bits)
+    throw Error(Errc::unsupported, "the policy chooses by copies of keys of " + std::to_string(bits) +
+                                       " bits, and EngineOptions::code_bits is " + std::to_string(options.code_bits) +
+                                       ", for the policies before it or as it was set; write " +
+                                       (bits == kCodeBits ? "int3" : "int4") +
+                                       ", or give the policy an engine of its own");
   if (needs.bucket.pages) options.digests = policy.pages.digest;
+  if (bits != 0) options.code_bits = bits;
   Bucket& bucket = options.largest;
   bucket.top_k |= needs.bucket.top_k;
   bucket.unbounded |= needs.bucket.unbounded;

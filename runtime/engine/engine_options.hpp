@@ -2,11 +2,17 @@
 
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/engine.hpp"
+#include "sluice/step/int4.hpp"
 
 namespace sluice::runtime {
 
 /// What is wrong with the options, by name.  @throws Error{Errc::invalid_argument}
 void validate(const EngineOptions& options);
+
+/// Of a channel of keys' copies.
+[[nodiscard]] inline std::uint32_t code_bits_of(const EngineOptions& options) noexcept {
+  return options.code_bits == 0 ? kCodeBits : options.code_bits;
+}
 
 [[nodiscard]] inline scheduler::ForwardLimits limits_of(const EngineOptions& options) noexcept {
   scheduler::RowShape shape = scheduler::row_shape(options.shape, options.page_tokens);
@@ -14,7 +20,8 @@ void validate(const EngineOptions& options);
   return {.shape = shape,
           .max_window = options.max_window,
           .digests = options.digests,
-          .cluster_sequences = options.cluster_sequences};
+          .cluster_sequences = options.cluster_sequences,
+          .code_bits = code_bits_of(options)};
 }
 
 /// Of pages in host memory.

@@ -169,7 +169,7 @@ void Engine::Impl::Parking::load_body(runtime::ParkSource& source, const runtime
       runtime::read_block(parked.body, block, source, from, scratch);
     });
   };
-  std::uint32_t made = 0;  // Planes whose digests and 4-bit copies are on their way.
+  std::uint32_t made = 0;  // Planes whose digests and copies of keys are on their way.
   std::unique_ptr<runtime::BorrowingJob> job = begin(0);
   for (std::uint64_t first = 0; job; first += kBlocks) {
     std::unique_ptr<runtime::BorrowingJob> next = begin(first + kBlocks);

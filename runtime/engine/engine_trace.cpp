@@ -50,7 +50,8 @@ void Engine::Impl::keep_trace(runtime::Program& program, bool done) noexcept {
                                    .fetch_share = m.fetch_share,
                                    .bucket = program.bucket,
                                    .promotes = m.promotions != 0,
-                                   .windows = options.windows};
+                                   .windows = options.windows,
+                                   .code_bits = m.code_bits};
   try {
     const scheduler::WorkShares shares = scheduler::shares_of(place, notes.rows, notes.before, notes.after);
     const runtime::ClockOffset offset = verbs.stamps_by_clock() ? runtime::ClockOffset{} : runtime::align(notes);

@@ -88,7 +88,7 @@ struct Engine::Impl : cpu::Kept {
   [[nodiscard]] std::uint32_t pages_of(std::uint32_t tokens) const noexcept;
   /// First token of which layers with windows still have rows.
   [[nodiscard]] std::uint32_t kept_from(const Sequence& sequence) const noexcept;
-  /// The block whose mean key, see Int4Layout, the codes of a sequence with so many tokens are made with; kNone: 0.
+  /// The block whose mean key, see CodeLayout, the codes of a sequence with so many tokens are made with; kNone: 0.
   [[nodiscard]] std::uint32_t mean_block(const runtime::PageList& list, std::uint32_t tokens) const noexcept;
   /// The same of the sequence that writes to `block`.
   [[nodiscard]] std::uint32_t mean_block_of(std::uint32_t block) const noexcept;

@@ -48,7 +48,7 @@ void HostKv::copy_and_estimate(const float* q, std::span<const std::uint32_t> to
   const PageLayout layout{.page_tokens = 256, .head_dim = view_.layout.head_dim, .dtype = view_.layout.dtype};
   // What is made of keys reads no values.
   page_.resize(layout.scaled() ? layout.page_bytes() : layout.half_bytes());
-  copy_.resize(Int4Layout(layout).page_bytes());
+  copy_.resize(CodeLayout(layout).page_bytes());
   if (centred_ && mean_.empty()) {
     mean_.resize(shape_.head_dim);
     cpu::key_mean(kernels_, view_.layout, view_.page(0), mean_.data());

@@ -29,7 +29,7 @@ namespace sluice::runtime {
 ///                        scales, see E4m3, behind those of each KV head f32 [tokens, 2]. Of layers with windows
 ///                        tokens [passed, tokens) alone
 ///
-/// What is made of keys, digests and 4-bit copies, is not in it: an engine makes what it keeps. So pages may have
+/// What is made of keys, digests and copies in codes, is not in it: an engine makes what it keeps. So pages may have
 /// another size in the engine that resumes the sequence.
 inline constexpr std::uint32_t kParkVersion = 2;
 /// As much as stays in a core's cache between being copied and being checked.

@@ -19,7 +19,7 @@ inline constexpr std::uint32_t kMostDenseTokens = 1u << 20;
                                                    double near_gbps) noexcept;
 
 /// Without a GPU: attending everything takes the CPU no longer than choosing; kMostDenseTokens where choosing never
-/// pays. 0 for policies that choose otherwise than by all keys' 4-bit copies and a number of tokens.
+/// pays. 0 for policies that choose otherwise than by all keys' copies and a number of tokens.
 [[nodiscard]] std::uint32_t dense_tokens_of_cpu(const PolicySpec& policy, const AttentionShape& shape,
                                                 DType kv_dtype) noexcept;
 

@@ -8,6 +8,7 @@
 #include "scheduler/labels/skewed_cache.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/policy/budget.hpp"
+#include "sluice/step/int4.hpp"
 
 namespace sluice::scheduler {
 namespace {
@@ -17,10 +18,10 @@ bool only(const PolicySpec& spec, Source source) noexcept { return spec.sources 
 /// Whether what is attended is chosen by score.
 bool ranks(const PolicySpec& spec) noexcept { return spec.sources != 0 && !spec.uses(Source::all); }
 
-/// Whether tokens are chosen by their 4-bit copies: of all, or of those in chosen pages.
+/// Whether tokens are chosen by their copies in codes: of all, or of those in chosen pages.
 bool by_copies(const PolicySpec& spec) noexcept {
   const bool cut = spec.budget.kind == BudgetKind::top_k || spec.budget.kind == BudgetKind::top_p;
-  return (only(spec, Source::exact) || only(spec, Source::pages)) && spec.estimate == Estimate::int4 &&
+  return (only(spec, Source::exact) || only(spec, Source::pages)) && code_bits(spec) != 0 &&
          (cut || spec.budget.kind == BudgetKind::drawn);
 }
 
@@ -92,7 +93,7 @@ void attend_all(ForwardRow& row) noexcept {
 
 std::string why_neither(const PolicySpec& spec) {
   if (spec.near.share != 0.f) return "it attends a share of pages near; say near=0";
-  return "it bypasses heads, and chooses by 4-bit keys; say bypass=off";
+  return "it bypasses heads, and chooses by copies of keys; say bypass=off";
 }
 
 /// Pages that each query head chooses of the `pages` full ones of `tokens` tokens. Where they are attended as they are,
@@ -193,6 +194,16 @@ Chooser chooser(const PolicySpec& spec) noexcept {
 
 bool clusters_on_device(const PolicySpec& spec) noexcept { return by_clusters(spec); }
 
+std::uint32_t code_bits(const PolicySpec& spec) noexcept {
+  if (spec.estimate == Estimate::int3) return kFewCodeBits;
+  return spec.estimate == Estimate::int4 ? kCodeBits : 0;
+}
+
+std::uint32_t code_bits_for(const PolicySpec& spec) noexcept {
+  const std::uint32_t named = code_bits(spec);
+  return named == 0 ? kCodeBits : named;
+}
+
 bool forecasts(const PolicySpec& spec) noexcept {
   const bool cut = spec.budget.kind == BudgetKind::top_k || spec.budget.kind == BudgetKind::top_p;
   return only(spec, Source::history) && spec.estimate == Estimate::int4 && cut && spec.bypass_threshold == 0.f &&
@@ -251,6 +262,10 @@ std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const
   if (spec.uses(Source::pages) && limits.digests != spec.pages.digest)
     return std::string("it ranks pages by their ") + name_of(spec.pages.digest) +
            " digests; set EngineOptions::digests";
+  if (const std::uint32_t bits = code_bits(spec); bits != 0 && bits != limits.code_bits)
+    return "it chooses by copies of keys of " + std::to_string(bits) + " bits, and the engine's have " +
+           std::to_string(limits.code_bits) + "; write " + (bits == kCodeBits ? "int3" : "int4") +
+           ", or set EngineOptions::code_bits";
   if (by_clusters(spec) && limits.cluster_sequences == 0)
     return "it chooses among clusters on the device; set EngineOptions::cluster_sequences and max_clusters";
   if (const std::uint64_t least = least_far_tokens(spec, limits.shape); spec.far.min_tokens < least)

@@ -13,7 +13,7 @@ namespace sluice::scheduler {
 
 /// Who finds what the rows of a sequence attend beyond sinks and recent tokens.
 enum class Chooser : std::uint8_t {
-  device,   ///< by digests of pages, clusters of keys or 4-bit copies; or there is nothing to choose
+  device,   ///< by digests of pages, clusters or copies of keys; or there is nothing to choose
   cpu,      ///< its LayerPolicy, between a layer's question and its answer
   neither,  ///< such policies are not served
 };
@@ -36,6 +36,11 @@ enum class Chooser : std::uint8_t {
 /// Queries of a prompt's newest tokens that a policy begins with.
 [[nodiscard]] std::uint32_t prompt_queries(const PolicySpec& spec) noexcept;
 
+/// Bits of a channel of the copies of keys that a policy names; 0: it names none.
+[[nodiscard]] std::uint32_t code_bits(const PolicySpec& spec) noexcept;
+/// Of the copies of an engine that is for this policy.
+[[nodiscard]] std::uint32_t code_bits_for(const PolicySpec& spec) noexcept;
+
 /// Whether what a policy chooses depends on more than the tokens there are: on what it has chosen before, or on where
 /// its prompt ended.
 [[nodiscard]] bool remembers(const PolicySpec& spec) noexcept;
@@ -52,6 +57,7 @@ struct ForwardLimits {
   std::uint32_t max_window = 0;         ///< sinks and recent tokens together
   std::optional<DigestKind> digests{};  ///< of pages
   std::uint32_t cluster_sequences = 0;  ///< that may have clusters on the device
+  std::uint32_t code_bits = 4;          ///< of keys' copies, see EngineOptions::code_bits
 };
 
 /// What forwards with a policy's rows need to have, if their sequences have up to `tokens` tokens. Of the bucket, the

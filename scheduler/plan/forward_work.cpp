@@ -15,7 +15,7 @@ namespace {
 struct RowTokens {
   std::uint64_t window = 0;  ///< sinks and recent ones, or all
   std::uint64_t most = 0;    ///< that it may attend, these included
-  std::uint64_t scored = 0;  ///< whose 4-bit copies are read
+  std::uint64_t scored = 0;  ///< whose copies in codes are read
   std::uint64_t sampled = 0;  ///< likewise, to choose clusters
 };
 
@@ -122,7 +122,7 @@ class WorkList {
     return 2 * place_.layout.row_bytes() + place_.layout.scale_bytes();
   }
   [[nodiscard]] std::uint64_t copy_bytes() const noexcept {
-    return Int4Layout(place_.layout).row_bytes() + Int4Layout::kParamBytes;
+    return CodeLayout(place_.layout, place_.code_bits).row_bytes() + CodeLayout::kParamBytes;
   }
   [[nodiscard]] std::uint64_t planes(double tokens) const noexcept { return rounded(tokens * place_.shape.kv_heads); }
   [[nodiscard]] std::uint64_t partials() const noexcept {

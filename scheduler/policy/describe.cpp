@@ -220,6 +220,7 @@ std::string near_words(const NearOptions& near) {
 std::string to_string(const PolicySpec& spec) {
   std::string text = source_words(spec);
   if (spec.estimate == Estimate::int4) text += " | int4";
+  if (spec.estimate == Estimate::int3) text += " | int3";
   if (spec.estimate == Estimate::hadamard) text += " | hadamard";
   if (spec.estimate == Estimate::channels) text += " | channels=" + std::to_string(spec.label_channels);
   if (spec.estimate == Estimate::skewed) text += " | skewed=" + percent(spec.skewed_share);

@@ -128,6 +128,7 @@ struct Stage {
 
 constexpr Stage kStages[] = {
     {"int4", false, Room::flat, [](const Word&, PolicySpec& s) { s.estimate = Estimate::int4; }},
+    {"int3", false, Room::flat, [](const Word&, PolicySpec& s) { s.estimate = Estimate::int3; }},
     {"hadamard", false, Room::flat, [](const Word&, PolicySpec& s) { s.estimate = Estimate::hadamard; }},
     {"channels", true, Room::flat,
      [](const Word& w, PolicySpec& s) {
@@ -197,7 +198,7 @@ void apply_stage(const Word& word, PolicySpec& spec) {
 
 /// What a stage sets: stages that take each other's place set the same.
 std::string_view setting_of(std::string_view stage) noexcept {
-  constexpr std::string_view kEstimates[] = {"int4", "hadamard", "channels", "skewed"};
+  constexpr std::string_view kEstimates[] = {"int4", "int3", "hadamard", "channels", "skewed"};
   constexpr std::string_view kBudgets[] = {"top_k", "top_p", "fitted", "progressive", "sampled", "verified", "within"};
   if (std::ranges::find(kEstimates, stage) != std::end(kEstimates)) return "an estimate";
   if (std::ranges::find(kBudgets, stage) != std::end(kBudgets)) return "a budget";

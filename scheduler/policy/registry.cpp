@@ -82,6 +82,8 @@ std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const Att
   validate(spec);
   if (spec.dense(layer.value) || spec.uses(Source::all)) return make_full_policy();
   if (spec.sources == 0) return make_streaming_policy();
+  if (spec.estimate == Estimate::int3)
+    throw Error(Errc::unsupported, "int3 estimates on the device of an Engine, which has the 3-bit copies; write int4");
   switch (spec.budget.kind) {
     case BudgetKind::progressive: return make_progressive_policy(spec, shape, page_tokens);
     case BudgetKind::fitted: return make_fitted_policy(spec, shape, page_tokens);

@@ -185,9 +185,15 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
             "within=4, or use top_k");
   refuse_if(scored && skewed && kind != BudgetKind::within,
             "skewed estimates how far scores are from the best, for within; write within=4, or channels=16 with top_k");
-  refuse_if(scored && kind == BudgetKind::drawn && !(only(Source::exact) && spec.estimate == Estimate::int4),
+  const bool few_bits = spec.estimate == Estimate::int3;
+  const bool by_copies = few_bits || spec.estimate == Estimate::int4;
+  refuse_if(scored && kind == BudgetKind::drawn && !(only(Source::exact) && by_copies),
             "sample draws among all tokens by their 4-bit copies, which tell each token's chance; write exact | int4 | "
             "sample=128");
+  const bool cut = kind == BudgetKind::top_k || kind == BudgetKind::top_p || kind == BudgetKind::drawn;
+  refuse_if(scored && few_bits && !(only(Source::exact) && cut),
+            "int3 estimates all tokens for top_k, top_p or sample, and needs exact alone; write exact | int3 | "
+            "sample=256, or int4");
   refuse_if(spec.rehearsed && kind != BudgetKind::within,
             "rehearsed queries choose by skewed channels within a distance of the best; write exact | skewed=20% | "
             "rehearsed | within=4, or drop rehearsed");

@@ -39,6 +39,7 @@ sluice_engine_options unlike_the_defaults() {
   options.max_picks = 100;
   options.digests = SLUICE_DIGESTS_BOX;
   options.max_ranked = 77;
+  options.code_bits = 3;
   options.max_window = 55;
   options.cluster_sequences = 3;
   options.max_clusters = 44;
@@ -154,6 +155,7 @@ TEST_CASE("make_room_for raises what a policy needs, and nothing else", "[capi][
   options.device_type = SLUICE_DEVICE_CUDA, options.device_id = 3, options.device_bytes = 5;
   auto want = options;
   want.largest_features = SLUICE_BUCKET_UNBOUNDED;
+  want.code_bits = 4;
   require_ok(sluice_engine_options_make_room_for(&options, kPolicy, 200));
   CHECK(std::memcmp(&options, &want, sizeof want) == 0);
   require_ok(sluice_engine_options_make_room_for(&options, "quest | near=0", 200));
@@ -174,6 +176,32 @@ TEST_CASE("make_room_for raises what a policy needs, and nothing else", "[capi][
   CHECK(options.forecasts == 1);
   check_fails([&] { return sluice_engine_options_make_room_for(&options, "arkvale | near=0", 200); },
               SLUICE_UNSUPPORTED, {"digest"});
+  check_fails([&] { return sluice_engine_options_make_room_for(&options, "exact | int3 | sample=9 | near=0", 200); },
+              SLUICE_UNSUPPORTED, {"3 bits", "code_bits is 4"});
+}
+
+TEST_CASE("copies of keys have the bits that policies want", "[capi][options]") {
+  auto options = small_options();
+  CHECK(options.code_bits == 0);
+  require_ok(sluice_engine_options_make_room_for(&options, "exact | int3 | sample=9 | near=0", 200));
+  CHECK(options.code_bits == 3);
+  auto wide = options;
+  wide.code_bits = 0;
+  EnginePointer few = create(options);
+  EnginePointer many = create(wide);
+  auto got = sized<sluice_engine_options>();
+  require_ok(sluice_engine_get_options(few.get(), &got));
+  CHECK(got.code_bits == 3);
+  require_ok(sluice_engine_get_options(many.get(), &got));
+  CHECK(got.code_bits == 4);
+  auto less = sized<sluice_memory>();
+  auto more = sized<sluice_memory>();
+  require_ok(sluice_engine_memory(few.get(), &less));
+  require_ok(sluice_engine_memory(many.get(), &more));
+  CHECK(less.codes < more.codes);
+  sluice_sequence sequence = 0;
+  check_fails([&] { return sluice_engine_begin(few.get(), kPolicy, &sequence); }, SLUICE_UNSUPPORTED,
+              {"4 bits", "code_bits"});
 }
 
 TEST_CASE("options that have no such value are refused by name", "[capi][options]") {
@@ -196,6 +224,8 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
           [](auto& o) { o.fetch_share = 0.5f, o.placement = SLUICE_PLACE_STREAM; });
   refused({"dense_tokens is 2147483648", "[0, 2147483647]"}, [](auto& o) { o.dense_tokens = 1u << 31; });
   refused({"handover is 4", "SLUICE_HANDOVER_HOST", "sluice_engine_options_init"}, [](auto& o) { o.handover = 4; });
+  refused({"code_bits is 5", "3 or 4"}, [](auto& o) { o.code_bits = 5; });
+  refused({"code_bits is 4294967295"}, [](auto& o) { o.code_bits = (std::uint64_t{1} << 32) + 3; });
   refused({"forecasts is 2", "0 or 1"}, [](auto& o) { o.forecasts = 2; });
   refused({"prefix_decoded is 2"}, [](auto& o) { o.prefix_decoded = 2; });
   refused({"prefill_lines is 2", "0 or 1"}, [](auto& o) { o.prefill_lines = 2; });

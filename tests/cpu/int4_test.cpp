@@ -1,4 +1,4 @@
-// 4-bit copies by every instruction set: the same bits, the same estimates.
+// Copies in codes by every instruction set: the same bits, the same estimates.
 
 #include <bit>
 #include <cmath>
@@ -15,47 +15,46 @@ namespace sluice::test {
 namespace {
 
 /// Copies of all pages by one variant, page after page.
-std::vector<std::byte> copies_of(const Problem& problem, const float* mean, const cpu::Kernels& kernels) {
-  const Int4Layout layout(problem.layout());
+std::vector<std::byte> copies_of(const Problem& problem, const float* mean, const cpu::Kernels& kernels,
+                                 const CodeLayout& layout) {
   std::vector<std::byte> copies(problem.frames().size() * layout.page_bytes());
   for (std::size_t page = 0; page < problem.frames().size(); ++page) {
     std::byte* const to = copies.data() + page * layout.page_bytes();
-    kernels.element[static_cast<int>(problem.options().dtype)].make_codes({.k = problem.kv().page(page),
-                                                                           .codes = to,
-                                                                           .params = to + layout.params_offset(),
-                                                                           .mean = mean,
-                                                                           .rows = layout.page_tokens,
-                                                                           .head_dim = layout.head_dim});
+    kernels.element[static_cast<int>(problem.options().dtype)].make_codes(
+        {.k = problem.kv().page(page), .copy = to, .mean = mean, .rows = layout.page_tokens, .layout = layout});
   }
   return copies;
 }
 
 }  // namespace
 
-TEST_CASE("every variant makes the same 4-bit copies and estimates alike", "[cpu][kernels][int4]") {
+TEST_CASE("every variant makes the same copies and estimates alike", "[cpu][kernels][int4]") {
+  const auto bits = GENERATE(4u, 3u);
   const auto dtype = GENERATE(DType::f32, DType::f16, DType::bf16);
   const auto head_dim = GENERATE(16u, 64u, 80u, 128u, 256u);
   const auto group = GENERATE(1u, 3u, 4u, 16u);
-  CAPTURE(to_string(dtype), head_dim, group);
+  CAPTURE(bits, to_string(dtype), head_dim, group);
   const Problem problem({.dtype = dtype, .tokens = 7 * 16, .head_dim = head_dim, .group = group, .outlier = 1e3});
-  const Int4Layout layout(problem.layout());
+  const CodeLayout layout(problem.layout(), bits);
   const std::vector<float> mean = int4_copies::mean_key(problem);
-  const std::vector<std::byte> expected = copies_of(problem, mean.data(), *cpu::available_kernels().front());
+  const std::vector<std::byte> expected = copies_of(problem, mean.data(), *cpu::available_kernels().front(), layout);
   for (const cpu::Kernels* kernels : cpu::available_kernels()) {
     CAPTURE(kernels->name);
-    const std::vector<std::byte> copies = copies_of(problem, mean.data(), *kernels);
+    const std::vector<std::byte> copies = copies_of(problem, mean.data(), *kernels, layout);
     REQUIRE(copies == expected);
-    std::vector<const std::byte*> codes, params;
+    std::vector<const std::byte*> codes, thirds, params;
     for (std::uint32_t token = 0; token < problem.options().tokens; token += 1 + token % 3) {
       const std::byte* const page = copies.data() + token / 16 * layout.page_bytes();
-      codes.push_back(page + token % 16 * layout.row_bytes());
-      params.push_back(page + layout.params_offset() + token % 16 * Int4Layout::kParamBytes);
+      codes.push_back(page + layout.codes_offset(token % 16));
+      thirds.push_back(page + layout.thirds_offset(token % 16));
+      params.push_back(page + layout.params_offset() + token % 16 * CodeLayout::kParamBytes);
     }
     std::vector<float> out(codes.size() * group + 1, 1234.f);
     kernels->score_int4({.q = problem.q(),
                          .mean = mean.data(),
                          .scale = problem.shape().score_scale(),
                          .codes = codes.data(),
+                         .thirds = bits == 3 ? thirds.data() : nullptr,
                          .params = params.data(),
                          .count = static_cast<std::uint32_t>(codes.size()),
                          .group = group,
@@ -128,7 +127,7 @@ TEST_CASE("the mean key is that of the rows of a page, without what is no finite
 TEST_CASE("any tokens are estimated as whole pages are", "[cpu][backend][int4]") {
   cpu::Backend backend(workers(3), cpu::available_kernels().back());
   const Problem problem({.tokens = 16 * 200, .head_dim = 128, .group = 4});
-  const Int4Layout layout(problem.layout());
+  const CodeLayout layout(problem.layout());
   std::vector<std::byte> copies((2 * problem.frames().size() + 1) * layout.page_bytes());
   std::vector<CodesTask> tasks;
   for (std::uint32_t page = 0; page < problem.frames().size(); ++page) {

@@ -115,7 +115,9 @@ const std::vector<Call> kCalls{
     {"make_codes", verb([](Backend& backend, Tensors& t, auto&, auto& layout, auto&) {
        std::vector<CodesTask> tasks;
        for (std::uint32_t i = 0; i < kPages; ++i)
-         tasks.push_back({.page = t.pages.data() + i * kLayout.page_bytes(), .rows = kPageTokens, .out = t.bytes_out() + i * Int4Layout(kLayout).page_bytes()});
+         tasks.push_back({.page = t.pages.data() + i * kLayout.page_bytes(),
+                          .rows = kPageTokens,
+                          .out = t.bytes_out() + i * CodeLayout(kLayout).page_bytes()});
        backend.make_codes(tasks, layout, nullptr);
      })},
     {"score_int4", verb([](Backend& backend, Tensors& t, auto& shape, auto& layout, auto&) {

@@ -94,12 +94,17 @@ TEST_CASE("a forward captured in a CUDA graph is the forward, bit by bit", "[eng
   const std::uint32_t near_blocks = GENERATE(0u, 9u);
   const std::uint32_t head_dim = GENERATE(64u, 96u, 128u, 192u, 256u);
   const AttentionShape shape{.layers = 4, .q_heads = 8, .kv_heads = 2, .head_dim = head_dim};
-  CAPTURE(rows, near_blocks, head_dim);
+  const std::string policy =
+      GENERATE(values<std::string>({kPolicy, "exact | int3 | sample=40 | near=0,sinks=4,recent=12"}));
+  CAPTURE(rows, near_blocks, head_dim, policy);
   const EngineRig rig = engine_rig();
   std::vector<Story> stories;
   for (std::uint32_t i = 0; i < rows; ++i) stories.emplace_back(shape, 300 + 130 * i % 900, 70 + i);
-  const auto want = decode(rig, shape, stories, near_blocks, 20, false);
-  REQUIRE(decode(rig, shape, stories, near_blocks, 20, true) == want);
+  const auto told = [&](bool graphs) {
+    return decode(rig, shape, stories, near_blocks, 20, graphs, PlacementMode::hybrid, policy);
+  };
+  const auto want = told(false);
+  REQUIRE(told(true) == want);
 }
 
 TEST_CASE("rows of more thread blocks than run at once have their answers in every layer", "[engine][gpu]") {

@@ -21,15 +21,16 @@ cpu::Backend& host() {
 }
 
 /// Copies of all pages, in the problem's frames, by the host.
-std::vector<std::byte> host_copies(const Problem& problem, const float* mean = nullptr) {
-  const Int4Layout layout(problem.layout());
+std::vector<std::byte> host_copies(const Problem& problem, const float* mean = nullptr, std::uint32_t bits = 4) {
+  const CodeLayout layout(problem.layout(), bits);
   std::vector<std::byte> copies((2 * problem.frames().size() + 1) * layout.page_bytes());
   std::vector<CodesTask> tasks;
   for (std::uint32_t page = 0; page < problem.frames().size(); ++page) {
     tasks.push_back({.page = problem.kv().page(page),
                      .rows = layout.page_tokens,
                      .out = copies.data() + problem.frames()[page] * layout.page_bytes(),
-                     .mean = mean});
+                     .mean = mean,
+                     .bits = bits});
   }
   host().make_codes(tasks, problem.layout(), nullptr);
   return copies;
@@ -57,11 +58,12 @@ void check_rows(GpuUnderTest& under_test, const std::vector<std::vector<float>>&
 
 }  // namespace
 
-TEST_CASE("the GPU's 4-bit copies are the CPU's, bit by bit", "[gpu][int4]") {
+TEST_CASE("the GPU's copies in codes are the CPU's, bit by bit", "[gpu][int4]") {
+  const auto bits = GENERATE(4u, 3u);
   const auto dtype = GENERATE(DType::f16, DType::bf16, DType::fp8_e4m3);
   const auto head_dim = GENERATE(64u, 96u, 128u, 192u, 256u);
   const auto outlier = GENERATE(1.0, 1e3, 1e-5);
-  CAPTURE(to_string(dtype), head_dim, outlier);
+  CAPTURE(bits, to_string(dtype), head_dim, outlier);
   GpuUnderTest under_test;
   Problem problem({.dtype = dtype, .tokens = 64 * 16, .head_dim = head_dim, .outlier = outlier});
   for (std::uint32_t c = 0; c < head_dim; ++c) {
@@ -74,9 +76,9 @@ TEST_CASE("the GPU's 4-bit copies are the CPU's, bit by bit", "[gpu][int4]") {
     problem.set_k(11, c, c * 1e-7);
   }
   const std::vector<float> mean = int4_copies::mean_key(problem);
-  const std::vector<std::byte> expected = host_copies(problem, mean.data());
+  const std::vector<std::byte> expected = host_copies(problem, mean.data(), bits);
   const auto device_mean = under_test.on_device(std::span<const float>(mean));
-  const Int4Layout layout(problem.layout());
+  const CodeLayout layout(problem.layout(), bits);
   const auto memory = under_test.on_device(problem.memory());
   const auto copies = under_test.on_device(std::span<const std::byte>(std::vector<std::byte>(expected.size())));
   std::vector<CodesTask> tasks;
@@ -84,7 +86,8 @@ TEST_CASE("the GPU's 4-bit copies are the CPU's, bit by bit", "[gpu][int4]") {
     tasks.push_back({.page = memory.data() + frame * problem.layout().page_bytes(),
                      .rows = layout.page_tokens,
                      .out = copies.data() + frame * layout.page_bytes(),
-                     .mean = device_mean.data()});
+                     .mean = device_mean.data(),
+                     .bits = bits});
   }
   under_test.backend().make_codes(tasks, problem.layout(), under_test.stream());
   REQUIRE(under_test.from_device(std::span<const std::byte>(copies)) == expected);

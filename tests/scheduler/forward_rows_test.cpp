@@ -296,6 +296,24 @@ TEST_CASE("rows take pages by copies of their keys, all but the newest, until th
   }
 }
 
+TEST_CASE("tokens are chosen by copies of as many bits as the engine has", "[plan]") {
+  const PolicySpec four = parse_policy("exact | int4 | sample=9 | near=0");
+  const PolicySpec three = parse_policy("exact | int3 | sample=9 | near=0");
+  REQUIRE((code_bits(four) == 4 && code_bits(three) == 3 && code_bits(parse_policy("lfps")) == 0));
+  REQUIRE((code_bits_for(three) == 3 && code_bits_for(parse_policy("lfps")) == 4));
+  REQUIRE(chooser(three) == Chooser::device);
+  const ForwardRow row = forward_row(three, 1'000, kLayer), same = forward_row(four, 1'000, kLayer);
+  REQUIRE((row.picks == 10 && row.draws.any() && row.picks == same.picks && row.recent_begin == same.recent_begin));
+  ForwardLimits limits{.shape = kLayer, .max_window = 9999};
+  REQUIRE(forward_unserved(four, {}, limits).empty());
+  REQUIRE(forward_unserved(three, {}, limits).find("copies of keys of 3 bits, and the engine's have 4") !=
+          std::string::npos);
+  limits.code_bits = 3;
+  REQUIRE(forward_unserved(three, {}, limits).empty());
+  REQUIRE(forward_unserved(four, {}, limits).find("write int3") != std::string::npos);
+  REQUIRE(forward_unserved(parse_policy("lfps | near=0"), {}, limits).empty());
+}
+
 TEST_CASE("with `far=all`, or a budget that does not bind, rows are as without it", "[plan][far]") {
   const std::string text = GENERATE("exact | int4 | top_k=max(20, 5%)", "exact | int4 | top_p=0.9", "quest",
                                     "pages:pages=9 | int4 | top_k=40", "lfps", "psa");

@@ -66,6 +66,20 @@ std::uint32_t find(const std::vector<WorkItem>& items, Stage stage, std::uint32_
 
 }  // namespace
 
+TEST_CASE("copies of 3 bits are read and written in three quarters of the bytes, but for scale and zero", "[plan]") {
+  WorkPlace place = place_for({.decode_rows = 1});
+  place.code_bits = 3;
+  const ForwardRow rows[] = {row_of("exact | int3 | top_k=9 | near=0,sinks=4,recent=20", 100)};
+  const std::vector<WorkItem> items = forward_work(place, rows, {}, {});
+  constexpr std::uint64_t kFew = 24 + 4;
+  REQUIRE(sum_of(items, Stage::score, Lane::device).read == kFew * 100 * kShape.kv_heads * kShape.layers);
+  place.code_bits = 4;
+  const std::vector<WorkItem> wide = forward_work(place, rows, {}, {});
+  REQUIRE(sum_of(wide, Stage::score, Lane::device).read == kCopy * 100 * kShape.kv_heads * kShape.layers);
+  REQUIRE(sum_of(wide, Stage::append, Lane::device).written - sum_of(items, Stage::append, Lane::device).written ==
+          (kCopy - kFew) * kShape.kv_heads * kShape.layers);
+}
+
 TEST_CASE("a forward without rows has no work", "[plan]") {
   REQUIRE(forward_work(place_for({.decode_rows = 3}), {}, {}, {}).empty());
   const ForwardRow padding[3] = {};

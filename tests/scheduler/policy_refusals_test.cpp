@@ -18,6 +18,11 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
   expect(complaint("pages | progressive=0.95,rule=certified"), {"digest box", "pages:box"});
   expect(complaint("pages | sampled"), {"sampled corrects", "lsh | sampled"});
   expect(complaint("pages | int4 | sample=64"), {"sample draws among all tokens", "exact | int4 | sample=128"});
+  expect(complaint("pages | int3 | top_p=0.9"), {"int3 estimates all tokens", "exact | int3 | sample=256"});
+  expect(complaint("psa | int3"), {"needs exact alone", "or int4"});
+  expect(complaint("tactic | int3"), {"needs exact alone"});
+  expect(complaint("exact | int3 | verified=0.1"), {"top_k, top_p or sample"});
+  expect(complaint("history | int3 | top_k=9"), {"needs exact alone"});
   expect(complaint("lsh | int4 | sampled"), {"estimate candidates", "scores as it goes"});
   expect(complaint("tactic | channels=9"), {"estimate candidates", "int4 before fitted"});
   expect(complaint("tactic | int4 | far=5000"), {"no budget of far tokens", "drop far"});
@@ -102,6 +107,7 @@ TEST_CASE("what a policy sets twice is refused where it comes again", "[policy_t
   expect(complaint("exact | int4 | top_k=4 | top_k=5"), {"\"top_k\" at character 26", "before it"});
   // Of stages that take each other's place.
   expect(complaint("exact | int4 | top_k=4 | top_p=0.9"), {"\"top_p\" at character 26", "before it"});
+  expect(complaint("exact | int4 | int3 | top_k=4"), {"\"int3\" at character 16", "before it"});
   expect(complaint("exact | int4 | hadamard | top_k=4"), {"\"hadamard\" at character 16", "before it"});
   // A stage takes the place of a preset's, once.
   REQUIRE(parse_policy("topk | top_k=5").budget.min_tokens == 5);
@@ -217,7 +223,7 @@ TEST_CASE("a value that names nothing is refused with its field", "[policy_text]
   };
   expect(refused([](PolicySpec& spec) { spec.history.tables = static_cast<HistoryTables>(3); }),
          {"history.tables is 3", "[0, 2]"});
-  expect(refused([](PolicySpec& spec) { spec.estimate = static_cast<Estimate>(5); }), {"estimate is 5", "[0, 4]"});
+  expect(refused([](PolicySpec& spec) { spec.estimate = static_cast<Estimate>(6); }), {"estimate is 6", "[0, 5]"});
   expect(refused([](PolicySpec& spec) { spec.budget.kind = static_cast<BudgetKind>(8); }), {"budget.kind is 8"});
   expect(refused([](PolicySpec& spec) { spec.budget.rule = static_cast<ProgressRule>(4); }), {"budget.rule is 4"});
   expect(refused([](PolicySpec& spec) { spec.snapshot.pooling = static_cast<Pooling>(2); }), {"snapshot.pooling is 2"});

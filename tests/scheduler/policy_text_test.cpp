@@ -76,6 +76,8 @@ TEST_CASE("a composition's words parse back to it", "[policy_text]") {
       "infinigen | dense=1 | far=2%",
       "exact | skewed=0.3 | within=2.5",
       "clusters:size=16 | int4 | fitted=0.8 | near=0%",
+      "exact | int3 | sample=256",
+      "exact | int3 | top_k=max(8, 3%)",
       "exact | int4 | verified=3%,delta=0.2,heavy=max(9, 5%),sample=7%",
       "exact | int4 | sample=max(32, 1%),seed=4,redraw=9,draws=group,error=3%,most=400 | near=0%",
       "sluice:error=2.5%",

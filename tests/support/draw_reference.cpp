@@ -31,7 +31,8 @@ class Group {
     recent_ = std::max(sink_end_, std::min(common_, first_ + 1 - std::min(policy.recent, first_ + 1)));
     whole_ = recent_ - sink_end_ <= policy.drawn + 1;
     const std::vector<float> mean = story.mean_key(layer, kv, first_ + askers_);
-    for (std::uint32_t j = 0; j < common_; ++j) copies_.push_back(decoded(key(j), mean.data(), shape.head_dim));
+    for (std::uint32_t j = 0; j < common_; ++j)
+      copies_.push_back(decoded(key(j), mean.data(), shape.head_dim, story.code_bits()));
     for (std::uint32_t i = 0; i < askers_ && !whole_; ++i)
       for (std::uint32_t h = 0; h < shape.group(); ++h) choose(i, h);
   }

@@ -1,4 +1,4 @@
-// 4-bit copies of keys are made with the mean key of the sequence's first page, however its tokens came.
+// Copies of keys are made with the mean key of the sequence's first page, however its tokens came.
 
 #include <algorithm>
 #include <functional>
@@ -17,10 +17,12 @@ namespace {
 constexpr std::uint32_t kTokens = 70, kDecoded = 6;
 constexpr std::uint32_t kSinks = 2, kRecent = 3, kPicks = 9;
 constexpr const char* kPolicy = "exact | int4 | top_k=9 | near=0,sinks=2,recent=3";
+constexpr const char* kFewBits = "exact | int3 | top_k=9 | near=0,sinks=2,recent=3";
 
 /// Keys with a part that makes codes worthless which were made with one mean key and are read with another.
-Story lifted(const EngineRig& rig, std::uint64_t seed) {
+Story lifted(const EngineRig& rig, std::uint64_t seed, std::uint32_t bits = 4) {
   Story story(kShape, kTokens + kDecoded, seed);
+  story.code_in(bits);
   story.lift_keys(16.f, 700);
   story.round_rows(rig.kv_dtype);
   return story;
@@ -122,9 +124,9 @@ std::vector<Life> lives() {
        }},
       {"of pages that were known",
        [](const World& world) {
-         Teller first = begin_named(world.engine, world.story, kPolicy, ids_of(kTokens));
+         Teller first = begin_named(world.engine, world.story, world.policy, ids_of(kTokens));
          import_story(world.engine, world.rig, first, kTokens);
-         const Teller again = begin_named(world.engine, world.story, kPolicy, ids_of(kTokens));
+         const Teller again = begin_named(world.engine, world.story, world.policy, ids_of(kTokens));
          REQUIRE(again.at == 64);
          return again;
        }},
@@ -166,20 +168,22 @@ std::vector<std::vector<float>> decoded(const World& world, Teller teller) {
 
 TEST_CASE("the mean key is the same however a sequence got its tokens", "[engine][int4]") {
   const EngineRig rig = engine_rig();
-  const std::uint32_t near = GENERATE(0u, 3u);
-  const Story story = lifted(rig, 701), other = lifted(rig, 702);
-  const EngineOptions options = options_of(rig, near);
+  const auto [near, bits] = GENERATE(table<std::uint32_t, std::uint32_t>({{0u, 4u}, {3u, 4u}, {0u, 3u}, {3u, 3u}}));
+  const Story story = lifted(rig, 701, bits), other = lifted(rig, 702, bits);
+  EngineOptions options = options_of(rig, near);
+  options.code_bits = bits;
+  const char* const policy = bits == 3 ? kFewBits : kPolicy;
   Engine engine(options, rig.device);
-  const World world{rig, engine, story, other};
+  const World world{rig, engine, story, other, policy};
   const std::vector<std::vector<float>> want = decoded(world, world.begin(story));
   for (std::uint32_t i = 0; i < kDecoded; ++i) {
     for (std::uint32_t layer = 0; layer < kShape.layers; ++layer)
       REQUIRE(off_in_layer(want[i], story.attended(layer, kTokens + i, kSinks, kRecent, kPicks), layer) < 2e-3);
   }
   for (const Life& life : lives()) {
-    CAPTURE(life.name, near);
+    CAPTURE(life.name, near, bits);
     Engine own(options, rig.device);
-    const World there{rig, own, story, other};
+    const World there{rig, own, story, other, policy};
     const auto got = decoded(there, life.live(there));
     for (std::uint32_t i = 0; i < kDecoded; ++i) {
       CAPTURE(i);

@@ -1,4 +1,4 @@
-// 4-bit copies and what is estimated from them, on any backend.
+// Copies of keys in codes of 4 and 3 bits, and what is estimated from them, on any backend.
 
 #include <algorithm>
 #include <cmath>
@@ -12,11 +12,21 @@ namespace sluice::test {
 
 using namespace int4_copies;
 
-TEST_CASE("4-bit copies are within half a step of what they copy, its extremes exact", "[backend][int4]") {
+namespace {
+
+/// What 3 bits leave out of a row's range on either side.
+double beyond(std::uint32_t bits, const Extremes& range) {
+  return bits == 3 ? 3.0 / 32.0 * (range.most - range.least) : 0.0;
+}
+
+}  // namespace
+
+TEST_CASE("copies are within half a step of what they copy, or as far off as their range ends", "[backend][int4]") {
+  const std::uint32_t bits = GENERATE(4u, 3u);
   const auto [dtype, head_dim, page_tokens, outlier] =
       GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}, std::array{64u, 80u, 128u},
                     std::array{8u, 16u, 256u}, std::array{1.0, 1e3, 1e-6}));
-  CAPTURE(to_string(dtype), head_dim, page_tokens, outlier);
+  CAPTURE(bits, to_string(dtype), head_dim, page_tokens, outlier);
   const auto under_test = backend_under_test();
   const Problem problem({.dtype = dtype,
                          .tokens = 5 * page_tokens - 3,
@@ -25,7 +35,7 @@ TEST_CASE("4-bit copies are within half a step of what they copy, its extremes e
                          .page_tokens = page_tokens,
                          .outlier = outlier});
   if (!under_test->supports(problem.shape(), problem.layout())) return;
-  const Copies copies(*under_test, problem, place(*under_test, problem));
+  const Copies copies(*under_test, problem, place(*under_test, problem), bits);
   under_test->finish();
   for (std::uint32_t token = 0; token < problem.options().tokens; ++token) {
     const DecodedRow row = copies.row(problem, token);
@@ -33,28 +43,30 @@ TEST_CASE("4-bit copies are within half a step of what they copy, its extremes e
     const Extremes range = extremes(copied);
     const double slack = f16_slack(range);
     CAPTURE(token, row.scale, row.zero);
-    REQUIRE(std::abs(row.zero - range.least) <= slack);
+    const double first = range.least + beyond(bits, range), last = range.most - beyond(bits, range);
+    REQUIRE(std::abs(row.zero - first) <= slack);
     double worst = 0.0;
     double most = -1e30;
     for (std::uint32_t c = 0; c < head_dim; ++c) {
-      worst = std::max(worst, std::abs(row.at(c) - copied[c]));
+      worst = std::max(worst, std::abs(row.at(c) - std::clamp(copied[c], first, last)));
       most = std::max(most, row.at(c));
     }
     REQUIRE(worst <= row.scale / 2.0 * 1.001 + slack);
-    REQUIRE(std::abs(most - range.most) <= 2.0 * slack);
+    REQUIRE(std::abs(most - last) <= 2.0 * slack);
   }
   // Rows that no token has were left alone.
   const std::uint32_t frame = problem.frames().back();
-  const DecodedRow beyond =
+  const DecodedRow untouched =
       decode_row(copies.data.data() + frame * copies.layout.page_bytes(), copies.layout, page_tokens - 1);
-  REQUIRE(std::isnan(beyond.scale));
-  REQUIRE(std::count(beyond.codes.begin(), beyond.codes.end(), 15u) == head_dim);
+  REQUIRE(std::isnan(untouched.scale));
+  REQUIRE(std::count(untouched.codes.begin(), untouched.codes.end(), copies.layout.levels()) == head_dim);
 }
 
-TEST_CASE("4-bit copies of constant, huge and undefined keys are defined", "[backend][int4]") {
+TEST_CASE("copies of constant, huge and undefined keys are defined", "[backend][int4]") {
+  const std::uint32_t bits = GENERATE(4u, 3u);
   const auto [dtype, head_dim] =
       GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 96u, 128u, 192u, 256u}));
-  CAPTURE(to_string(dtype), head_dim);
+  CAPTURE(bits, to_string(dtype), head_dim);
   const auto under_test = backend_under_test();
   Problem problem({.dtype = dtype, .tokens = 7, .head_dim = head_dim, .group = 1, .page_tokens = 8});
   if (!under_test->supports(problem.shape(), problem.layout())) return;
@@ -65,7 +77,7 @@ TEST_CASE("4-bit copies of constant, huge and undefined keys are defined", "[bac
   problem.set_k(4, head_dim - 1, std::nan(""));
   problem.set_k(5, 7, kInf);
   for (std::uint32_t c = 0; c < head_dim; ++c) problem.set_k(6, c, -kInf);
-  const Copies copies(*under_test, problem, place(*under_test, problem));
+  const Copies copies(*under_test, problem, place(*under_test, problem), bits);
   under_test->finish();
   const DecodedRow none = copies.row(problem, 0);
   REQUIRE(none.scale == 0x1p-24);
@@ -73,25 +85,28 @@ TEST_CASE("4-bit copies of constant, huge and undefined keys are defined", "[bac
   // What all channels have is in the first of a block.
   const std::uint32_t block = head_dim & -head_dim;
   const DecodedRow even = copies.row(problem, 1);
-  REQUIRE(even.at(0) == Approx(2.5 * std::sqrt(static_cast<double>(block))).epsilon(1e-3));
-  for (std::uint32_t c = 0; c < head_dim; ++c) REQUIRE(even.codes[c] == (c % block == 0 ? 15 : 0));
+  const double size = 2.5 * std::sqrt(static_cast<double>(block));
+  REQUIRE(even.at(0) == Approx(size - beyond(bits, {0.0, size})).epsilon(1e-3));
+  for (std::uint32_t c = 0; c < head_dim; ++c) REQUIRE(even.codes[c] == (c % block == 0 ? copies.layout.levels() : 0));
   const double largest = dtype == DType::f16 ? kInf : 65504.0;
   for (const std::uint32_t token : {2u, 3u}) {  // f16 has no such number.
     const DecodedRow row = copies.row(problem, token);
     if (largest == kInf) REQUIRE((std::isnan(row.scale) && std::isnan(row.zero)));
-    if (largest != kInf) REQUIRE((row.scale == largest && row.zero == (token == 2 ? 0.0 : -largest)));
+    const double least = token == 3 ? -largest : bits == 3 ? largest : 0.0;
+    if (largest != kInf) REQUIRE((row.scale == largest && row.zero == least));
   }
-  const DecodedRow beyond = copies.row(problem, 5);
-  REQUIRE((beyond.scale == 65504.0 && beyond.zero == -65504.0));
+  const DecodedRow endless = copies.row(problem, 5);
+  REQUIRE((endless.scale == 65504.0 && endless.zero == -65504.0));
   for (const std::uint32_t token : {4u, 6u})
     REQUIRE((std::isnan(copies.row(problem, token).scale) && std::isnan(copies.row(problem, token).zero)));
 }
 
 TEST_CASE("estimates are products with the decoded copies, and near the logits", "[backend][int4]") {
+  const std::uint32_t bits = GENERATE(4u, 3u);
   const auto [dtype, head_dim, group] =
       GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{16u, 64u, 80u, 96u, 128u, 192u, 256u},
                     std::array{1u, 3u, 4u, 8u, 13u, 32u}));
-  CAPTURE(to_string(dtype), head_dim, group);
+  CAPTURE(bits, to_string(dtype), head_dim, group);
   const auto under_test = backend_under_test();
   const std::uint32_t page_tokens = group == 3 ? 24 : 16;
   const Problem problem({.dtype = dtype,
@@ -102,7 +117,7 @@ TEST_CASE("estimates are products with the decoded copies, and near the logits",
                          .outlier = group == 4 ? 50.0 : 1.0});
   if (!under_test->supports(problem.shape(), problem.layout())) return;
   const Placed placed = place(*under_test, problem);
-  const Copies copies(*under_test, problem, placed);
+  const Copies copies(*under_test, problem, placed, bits);
   std::vector<ScoreInt4Task> tasks;
   for (const std::uint32_t tokens : {533u, 1u, 0u, 16u, 100u, 127u, 529u}) {
     const auto out = under_test->array(std::size_t{group} * tokens + 1, kUntouched);
@@ -111,6 +126,7 @@ TEST_CASE("estimates are products with the decoded copies, and near the logits",
                      .mean = copies.mean.data(),
                      .frames = placed.device_frames,
                      .tokens = tokens,
+                     .bits = bits,
                      .out = out.data()});
   }
   under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
@@ -123,7 +139,9 @@ TEST_CASE("estimates are products with the decoded copies, and near the logits",
       const double logit = reference::score(problem, head, token);
       double q1 = 0.0;
       for (const double x : copies.queries[head]) q1 += std::abs(x);
-      const double bound = (row.scale / 2.0 * 1.001 + slack) * q1 / std::sqrt(static_cast<double>(head_dim));
+      // Of 3 bits what lies beyond the codes is off by 3/32 of the range, which is 7 / (13/16) steps.
+      const double step = bits == 3 ? 0.81 : 0.5;
+      const double bound = (row.scale * step * 1.001 + slack) * q1 / std::sqrt(static_cast<double>(head_dim));
       for (const ScoreInt4Task& task : tasks) {
         if (token >= task.tokens) continue;
         const float got = task.out[std::size_t{head} * task.tokens + token];
@@ -140,6 +158,7 @@ TEST_CASE("estimates are products with the decoded copies, and near the logits",
 }
 
 TEST_CASE("estimates of keys with a large constant part weigh what the keys do", "[backend][int4]") {
+  const std::uint32_t bits = GENERATE(4u, 3u);
   struct Case {
     DType dtype;
     std::uint32_t head_dim, group, page_tokens;
@@ -148,7 +167,7 @@ TEST_CASE("estimates of keys with a large constant part weigh what the keys do",
       GENERATE(Case{DType::bf16, 64, 7, 32}, Case{DType::bf16, 96, 3, 16}, Case{DType::bf16, 128, 7, 16},
                Case{DType::bf16, 192, 1, 8}, Case{DType::bf16, 256, 3, 32}, Case{DType::f32, 128, 1, 8},
                Case{DType::fp8_e4m3, 64, 7, 16});
-  CAPTURE(to_string(dtype), head_dim, group, page_tokens);
+  CAPTURE(bits, to_string(dtype), head_dim, group, page_tokens);
   const auto under_test = backend_under_test();
   // To set an element of a row of 8 bits rounds the whole row.
   const bool scaled = dtype == DType::fp8_e4m3;
@@ -166,13 +185,14 @@ TEST_CASE("estimates of keys with a large constant part weigh what the keys do",
       problem.set_k(token, c, parts[c] + random.normal() * (c == 5 ? 4.0 : 1.0));
   }
   const Placed placed = place(*under_test, problem);
-  const Copies copies(*under_test, problem, placed);
+  const Copies copies(*under_test, problem, placed, bits);
   const auto out = under_test->array(std::size_t{group} * tokens, kUntouched);
   const ScoreInt4Task task{.q = placed.q,
                            .copies = copies.data.data(),
                            .mean = copies.mean.data(),
                            .frames = placed.device_frames,
                            .tokens = tokens,
+                           .bits = bits,
                            .out = out.data()};
   under_test->backend().score_int4({&task, 1}, problem.shape(), problem.layout(), under_test->stream());
   under_test->finish();
@@ -193,10 +213,11 @@ TEST_CASE("estimates of keys with a large constant part weigh what the keys do",
 }
 
 TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]") {
+  const std::uint32_t bits = GENERATE(4u, 3u);
   const auto [dtype, head_dim, group] =
       GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3},
                     std::array{16u, 64u, 80u, 128u, 256u}, std::array{1u, 4u, 7u, 13u, 32u}));
-  CAPTURE(to_string(dtype), head_dim, group);
+  CAPTURE(bits, to_string(dtype), head_dim, group);
   const auto under_test = backend_under_test();
   const std::uint32_t page_tokens = group == 7 ? 40 : 16, tail_page = 9;
   Problem problem(
@@ -204,7 +225,7 @@ TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]
   if (!under_test->supports(problem.shape(), problem.layout())) return;
   problem.set_k(tail_page * page_tokens, 3, std::nan(""));
   const Placed placed = place(*under_test, problem);
-  const Copies copies(*under_test, problem, placed);
+  const Copies copies(*under_test, problem, placed, bits);
   std::vector<ScoreInt4Task> tasks;
   const std::uint32_t tokens[] = {9 * page_tokens, 0, 1, page_tokens, 9 * page_tokens - 5, 0};
   const std::uint32_t rows[] = {page_tokens, 1, page_tokens - 1, 0, 3, 0};
@@ -217,6 +238,7 @@ TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]
                      .tokens = tokens[i],
                      .tail = placed.kv.page(tail_page),
                      .tail_rows = rows[i],
+                     .bits = bits,
                      .out = out.data()});
   }
   under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
@@ -240,28 +262,31 @@ TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]
 }
 
 TEST_CASE("a key with NaN estimates as NaN and spoils no other", "[backend][int4]") {
+  const std::uint32_t bits = GENERATE(4u, 3u);
   const auto under_test = backend_under_test();
   const std::uint32_t spoiled = GENERATE(3u, 17u);  // In the page whose mean is taken, and behind it.
   Problem problem({.tokens = 40, .group = 5});
   problem.set_k(spoiled, 3, std::nan(""));
   const Placed placed = place(*under_test, problem);
-  const Copies copies(*under_test, problem, placed);
+  const Copies copies(*under_test, problem, placed, bits);
   const auto out = under_test->array(5 * 40, kUntouched);
   const ScoreInt4Task task{.q = placed.q,
                            .copies = copies.data.data(),
                            .mean = copies.mean.data(),
                            .frames = placed.device_frames,
                            .tokens = 40,
+                           .bits = bits,
                            .out = out.data()};
   under_test->backend().score_int4({&task, 1}, problem.shape(), problem.layout(), under_test->stream());
   under_test->finish();
   for (std::uint32_t i = 0; i < 200; ++i) {
-    CAPTURE(i);
+    CAPTURE(bits, i);
     REQUIRE(std::isnan(out[i]) == (i % 40 == spoiled));
   }
 }
 
 TEST_CASE("estimates of many tasks and of one long task", "[backend][int4]") {
+  const std::uint32_t bits = GENERATE(4u, 3u);
   struct Size {
     std::uint32_t tasks, tokens, group, head_dim;
   };
@@ -271,12 +296,12 @@ TEST_CASE("estimates of many tasks and of one long task", "[backend][int4]") {
       GENERATE(Size{150, 400, 4, 128}, Size{1, 20'000, 4, 128}, Size{1, 150'003, 4, 128}, Size{1, 250'003, 8, 64},
                Size{1, 150'001, 13, 96}, Size{1, 80'001, 8, 256});
   const std::uint32_t tokens = kSanitized ? std::min(most, 20'000u) : most;
-  CAPTURE(count, tokens, group, head_dim);
+  CAPTURE(bits, count, tokens, group, head_dim);
   const bool many = count != 1;
   const auto under_test = backend_under_test();
   const Problem problem({.tokens = tokens, .head_dim = head_dim, .group = group});
   const Placed placed = place(*under_test, problem);
-  const Copies copies(*under_test, problem, placed);
+  const Copies copies(*under_test, problem, placed, bits);
   std::vector<ScoreInt4Task> tasks;
   for (std::uint32_t i = 0; i < count; ++i) {
     const std::uint32_t visible = many ? 1 + i * 7 % tokens : tokens;
@@ -287,6 +312,7 @@ TEST_CASE("estimates of many tasks and of one long task", "[backend][int4]") {
                      .tokens = visible,
                      .tail = placed.kv.page(7),
                      .tail_rows = i % 3 == 2 ? 0u : 5u,
+                     .bits = bits,
                      .out = under_test->array(std::size_t{group} * (visible + 5), kUntouched).data()});
   }
   under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());

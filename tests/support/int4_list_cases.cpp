@@ -1,4 +1,4 @@
-// Estimates from 4-bit copies of listed pages, on any backend.
+// Estimates from copies, in codes, of listed pages, on any backend.
 
 #include <algorithm>
 #include <cmath>
@@ -14,16 +14,17 @@ namespace sluice::test {
 using namespace int4_copies;
 
 TEST_CASE("with lists every head has its own pages, and the tail is minus infinity", "[backend][int4]") {
+  const std::uint32_t bits = GENERATE(4u, 3u);
   const auto [head_dim, group, page_tokens, listed] =
       GENERATE(grid(std::array{64u, 96u, 128u, 192u, 256u}, std::array{1u, 4u, 7u, 32u}, std::array{8u, 16u, 40u},
                     std::array{1u, 5u, 29u}));
-  CAPTURE(head_dim, group, page_tokens, listed);
+  CAPTURE(bits, head_dim, group, page_tokens, listed);
   const auto under_test = backend_under_test();
   const std::uint32_t pages = 30;
   const std::uint32_t tokens = pages * page_tokens - 5;  // The last page is open.
   const Problem problem({.tokens = tokens, .head_dim = head_dim, .group = group, .page_tokens = page_tokens});
   const Placed placed = place(*under_test, problem);
-  const Copies copies(*under_test, problem, placed);
+  const Copies copies(*under_test, problem, placed, bits);
   const auto lists = under_test->array<std::uint32_t>(std::size_t{group} * listed);
   Random random(listed + group);
   for (std::uint32_t head = 0; head < group; ++head) {  // Ascending; every other head has the open page.
@@ -43,6 +44,7 @@ TEST_CASE("with lists every head has its own pages, and the tail is minus infini
                                        .tokens = tokens,
                                        .lists = lists.data(),
                                        .listed = listed,
+                                       .bits = bits,
                                        .out = out.data()});
   under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
   under_test->finish();

@@ -11,13 +11,13 @@
 #include "tests/support/prune_reference.hpp"
 #include "tests/support/reference.hpp"
 
-/// What cases of 4-bit copies share.
+/// What cases of copies in codes share.
 namespace sluice::test::int4_copies {
 
 inline constexpr float kInf = std::numeric_limits<float>::infinity();
 inline constexpr float kUntouched = 1234.f;
 
-/// The mean key of a problem's first page, as Int4Layout says it.
+/// The mean key of a problem's first page, as CodeLayout says it.
 inline std::vector<float> mean_key(const Problem& problem) {
   std::vector<float> mean(problem.options().head_dim, 0.f);
   for (std::uint32_t c = 0; c < mean.size(); ++c) {
@@ -37,13 +37,13 @@ struct Estimate {
   double within = 0.0;
 };
 
-/// 4-bit copies of all pages of a problem, in its frames; the frames between are poisoned. With its mean key, if its
-/// first page is full.
+/// Copies of all pages of a problem, in codes of so many bits, in its frames; the frames between are poisoned. With its
+/// mean key, if its first page is full.
 struct Copies {
-  Copies(BackendUnderTest& under_test, const Problem& problem, const Placed& placed)
-      : layout(problem.layout()),
+  Copies(BackendUnderTest& under_test, const Problem& problem, const Placed& placed, std::uint32_t bits = 4)
+      : layout(problem.layout(), bits),
         mean(under_test.copy_of(problem.options().tokens < layout.page_tokens ? std::vector<float>(layout.head_dim)
-                                                                               : mean_key(problem))),
+                                                                              : mean_key(problem))),
         data(under_test.array((2 * problem.frames().size() + 1) * layout.page_bytes(), std::byte{0xff})) {
     std::vector<CodesTask> tasks;
     for (std::uint32_t page = 0; page < problem.frames().size(); ++page) {
@@ -51,7 +51,8 @@ struct Copies {
       tasks.push_back({.page = placed.kv.page(page),
                        .rows = std::min(left, layout.page_tokens),
                        .out = data.data() + problem.frames()[page] * layout.page_bytes(),
-                       .mean = mean.data()});
+                       .mean = mean.data(),
+                       .bits = bits});
     }
     for (std::uint32_t head = 0; head < problem.options().group; ++head) {
       std::vector<double> q;
@@ -88,7 +89,7 @@ struct Copies {
   [[nodiscard]] Estimate estimate(const Problem& problem, std::uint32_t token, std::uint32_t head) const {
     return estimate(problem, row(problem, token), head);
   }
-  Int4Layout layout;
+  CodeLayout layout;
   std::span<float> mean;
   std::span<std::byte> data;
   std::vector<std::vector<double>> queries;  ///< [group] rotated

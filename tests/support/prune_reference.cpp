@@ -29,17 +29,41 @@ std::vector<double> weights_of(std::span<const float> values) {
   return weights;
 }
 
+/// Code n of a unit of 3 bits, of which a, b and c are the bytes.
+std::uint32_t code_of_bytes(std::byte first, std::byte second, std::byte third, std::uint32_t n) {
+  const auto a = std::to_integer<std::uint32_t>(first), b = std::to_integer<std::uint32_t>(second),
+             c = std::to_integer<std::uint32_t>(third);
+  switch (n) {
+    case 0: return a & 7u;
+    case 1: return a >> 3 & 7u;
+    case 2: return b & 7u;
+    case 3: return b >> 3 & 7u;
+    case 4: return c & 7u;
+    case 5: return c >> 4 & 7u;
+    case 6: return a >> 6 | (c >> 3 & 1u) << 2;
+    default: return b >> 6 | (c >> 7 & 1u) << 2;
+  }
+}
+
 }  // namespace
 
-DecodedRow decode_row(const std::byte* copy, const Int4Layout& layout, std::uint32_t row) {
+DecodedRow decode_row(const std::byte* copy, const CodeLayout& layout, std::uint32_t row) {
   DecodedRow decoded;
   const std::byte* const params = copy + layout.params_offset();
   decoded.scale = load_element(params, DType::f16, 2 * row);
   decoded.zero = load_element(params, DType::f16, 2 * row + 1);
+  const std::uint32_t units = layout.head_dim / 8;
   for (std::uint32_t c = 0; c < layout.head_dim; ++c) {
+    if (layout.bits == 3) {
+      const std::byte* const octet = copy + std::size_t{row / 8} * 3 * layout.head_dim;
+      const std::byte* const pair = octet + (std::size_t{row % 8} * units + c % units) * 2;
+      decoded.codes.push_back(
+          code_of_bytes(pair[0], pair[1], octet[(std::size_t{16} + row % 8) * units + c % units], c / units));
+      continue;
+    }
     std::uint32_t word = 0;
-    std::memcpy(&word, copy + row * layout.row_bytes() + layout.word_of(c) * sizeof word, sizeof word);
-    decoded.codes.push_back((word >> layout.shift_of(c)) & 15u);
+    std::memcpy(&word, copy + std::size_t{row} * (layout.head_dim / 2) + c % units * sizeof word, sizeof word);
+    decoded.codes.push_back(word >> c / units * 4 & 15u);
   }
   return decoded;
 }

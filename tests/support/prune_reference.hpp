@@ -11,16 +11,16 @@
 /// Estimating and cutting once more in float64, as plainly as possible.
 namespace sluice::test {
 
-/// One row of a 4-bit copy, exactly as it is stored.
+/// One row of a copy in codes, exactly as it is stored.
 struct DecodedRow {
   double scale = 0.0;
   double zero = 0.0;
   std::vector<std::uint32_t> codes;  ///< [head_dim]
   [[nodiscard]] double at(std::size_t channel) const { return codes[channel] * scale + zero; }
 };
-[[nodiscard]] DecodedRow decode_row(const std::byte* copy, const Int4Layout& layout, std::uint32_t row);
+[[nodiscard]] DecodedRow decode_row(const std::byte* copy, const CodeLayout& layout, std::uint32_t row);
 
-/// H x, see Int4Layout.
+/// H x, see CodeLayout.
 [[nodiscard]] std::vector<double> rotated(std::span<const double> x);
 
 /// Which values of a row may be kept: [begin, end). The others are attended anyway.

@@ -38,7 +38,7 @@ inline void fill_randomly(PolicySpec& spec, std::mt19937& rng) {
   maybe(spec.snapshot.pooling, Pooling::mean);
   maybe(spec.snapshot.pyramid, 1 + below(30));
   maybe(spec.snapshot.floor, share());
-  maybe(spec.estimate, static_cast<Estimate>(below(5)));
+  maybe(spec.estimate, static_cast<Estimate>(below(6)));
   maybe(spec.skewed_share, 0.01f + 0.9f * share());
   maybe(spec.rehearsed, true);
   maybe(spec.label_channels, 1 + below(40));

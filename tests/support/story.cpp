@@ -16,7 +16,7 @@ float half(float x) { return static_cast<float>(static_cast<_Float16>(x)); }
 
 }  // namespace
 
-std::vector<double> decoded(const float* key, const float* mean, std::uint32_t head_dim) {
+std::vector<double> decoded(const float* key, const float* mean, std::uint32_t head_dim, std::uint32_t bits) {
   std::vector<float> x(head_dim);
   for (std::uint32_t c = 0; c < head_dim; ++c) x[c] = key[c] - mean[c];
   const std::uint32_t block = head_dim & -head_dim;
@@ -30,11 +30,14 @@ std::vector<double> decoded(const float* key, const float* mean, std::uint32_t h
   for (float& each : x) each *= static_cast<float>(1.0 / std::sqrt(static_cast<double>(block)));
   if (std::ranges::any_of(x, [](float each) { return std::isnan(each); })) return std::vector<double>(head_dim, NAN);
   const auto [least, most] = std::ranges::minmax_element(x);
-  const float scale = half(std::max((*most - *least) / 15.f, 0x1p-24f));
-  const float zero = half(*least);
+  // Of 3 bits, 7 steps hold 13/16 of the range.
+  const float top = bits == 3 ? 7.f : 15.f, beyond = bits == 3 ? 3.f / 32.f : 0.f;
+  const float scale = half(std::max((*most - *least) / (top / (1.f - 2.f * beyond)), 0x1p-24f));
+  const float part = *most * beyond;
+  const float zero = half(*least * (1.f - beyond) + part);
   std::vector<double> copy;
   for (const float each : x) {
-    const float code = std::clamp(std::nearbyint((each - zero) * (1.f / scale)), 0.f, 15.f);
+    const float code = std::clamp(std::nearbyint((each - zero) * (1.f / scale)), 0.f, top);
     copy.push_back(double{code} * scale + zero);
   }
   std::vector<double> out = rotated(copy);
@@ -168,7 +171,7 @@ const std::vector<double>& Story::copy_of(std::uint32_t layer, std::uint32_t tok
     return std::ranges::equal(std::as_bytes(a), std::as_bytes(b));
   };
   if (!same(copy.key, key) || !same(copy.mean, mean))
-    copy = {{key.begin(), key.end()}, mean, decoded(key.data(), mean.data(), shape_.head_dim)};
+    copy = {{key.begin(), key.end()}, mean, decoded(key.data(), mean.data(), shape_.head_dim, code_bits_)};
   return copy.decoded;
 }
 

@@ -9,14 +9,15 @@
 
 namespace sluice::test {
 
-/// A key as its 4-bit copy has it, turned back, see Int4Layout. `mean`: [head_dim] the mean key.
-[[nodiscard]] std::vector<double> decoded(const float* key, const float* mean, std::uint32_t head_dim);
+/// A key as its copy has it, in codes of so many bits, turned back, see CodeLayout. `mean`: [head_dim] the mean key.
+[[nodiscard]] std::vector<double> decoded(const float* key, const float* mean, std::uint32_t head_dim,
+                                          std::uint32_t bits);
 
 /// Queries, keys and values of one sequence, the latter two on a grid that every dtype holds exactly, with a few keys
 /// that stand out.
 class Story {
  public:
-  /// `page_tokens`: of the engine that has it; its 4-bit copies depend on that.
+  /// `page_tokens`: of the engine that has it; its copies in codes depend on that.
   Story(const AttentionShape& shape, std::uint32_t tokens, std::uint64_t seed, std::uint32_t page_tokens = 16);
 
   [[nodiscard]] std::uint32_t tokens() const noexcept { return tokens_; }
@@ -64,8 +65,15 @@ class Story {
   /// Of a layer whose window is not 0 rows attend the newest so many tokens from now on, whatever the policy.
   void see(std::vector<std::uint32_t> windows) { windows_ = std::move(windows); }
 
+  /// Copies of keys have codes of so many bits from now on.
+  void code_in(std::uint32_t bits) {
+    code_bits_ = bits;
+    copies_.clear();
+  }
+  [[nodiscard]] std::uint32_t code_bits() const noexcept { return code_bits_; }
+
   /// What a policy of sinks, recent tokens and `picks` per query head attends at `token`, in float64: [q_heads,
-  /// head_dim]. Estimates are those of the 4-bit copies; a group attends what any of its heads chose. `lse`, unless
+  /// head_dim]. Estimates are those of the copies in codes; a group attends what any of its heads chose. `lse`, unless
   /// null, receives the natural logs of the sums of exponentials.
   [[nodiscard]] std::vector<double> attended(std::uint32_t layer, std::uint32_t token, std::uint32_t sinks,
                                              std::uint32_t recent, std::uint32_t picks,
@@ -107,7 +115,7 @@ class Story {
   [[nodiscard]] std::vector<double> attended_together(std::uint32_t layer, const Together& team) const;
 
  private:
-  /// A key as its 4-bit copy has it, kept with what it was made of.
+  /// A key as its copy has it, kept with what it was made of.
   struct Copy {
     std::vector<float> key, mean;
     std::vector<double> decoded;
@@ -133,6 +141,7 @@ class Story {
   AttentionShape shape_;
   std::uint32_t tokens_;
   std::uint32_t page_tokens_;
+  std::uint32_t code_bits_ = 4;
   std::vector<std::uint32_t> windows_;  ///< [layers] or empty
   std::vector<float> q_, k_, v_;  ///< [layers, tokens, heads, head_dim]
   mutable std::vector<Copy> copies_;  ///< [layers, tokens, kv_heads], made when they are asked for: not by two threads

@@ -27,6 +27,7 @@ void DecodeScore::merge(const DecodeScore& other) {
   dense_tokens += other.dense_tokens;
   add(other.stats, stats);
   audited.merge_totals(other.audited);
+  code_bits = other.code_bits;
 }
 
 void add(const EngineStats& more, EngineStats& to) noexcept {
@@ -57,7 +58,7 @@ void append_decode(const DecodeScore& score, const AttentionShape& shape, const 
   const double far_row_bytes = static_cast<double>(layout.page_bytes()) / (2 * layout.page_tokens);
   const double dense_bytes = 2 * row_bytes * dense;
   const double far_bytes = far_row_bytes * (2 * in_place + static_cast<double>(score.stats.scored));
-  const double copy_bytes = static_cast<double>(Int4Layout(layout).page_bytes()) / layout.page_tokens;
+  const double copy_bytes = static_cast<double>(CodeLayout(layout, score.code_bits).page_bytes()) / layout.page_tokens;
   const double near_bytes = 2 * row_bytes * (near + static_cast<double>(score.stats.ranked_pages)) +
                             copy_bytes * static_cast<double>(score.stats.estimated);
   const AuditReport& audited = score.audited;

@@ -15,6 +15,7 @@ struct DecodeScore {
   std::uint64_t dense_tokens = 0;  ///< that dense attention would have attended, of one KV head and layer
   EngineStats stats;
   AuditReport audited;  ///< without heads
+  std::uint32_t code_bits = 4;  ///< of the engine, see EngineOptions
 
   void merge(const DecodeScore& other);
 };

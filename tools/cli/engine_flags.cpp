@@ -1,11 +1,13 @@
 #include "tools/cli/engine_flags.hpp"
 
 #include <algorithm>
+#include <compare>
 #include <map>
 #include <optional>
 #include <string>
 #include <utility>
 
+#include "scheduler/plan/forward_rows.hpp"
 #include "tools/cli/dense_flag.hpp"
 #include "tools/cli/text/values.hpp"
 
@@ -94,21 +96,43 @@ std::uint32_t page_tokens_for(const PolicySpec& policy, const EngineFlags& flags
   return flags.own_pages && policy.page_tokens != 0 ? policy.page_tokens : flags.page_tokens;
 }
 
-std::vector<EngineGroup> by_engine(std::span<const PolicySpec> policies, const EngineFlags& flags) {
-  std::map<std::pair<std::uint32_t, std::optional<DigestKind>>, std::vector<std::size_t>> groups;
-  for (std::size_t p = 0; p < policies.size(); ++p) {
-    std::optional<DigestKind> digests;
-    if (policies[p].uses(Source::pages)) digests = policies[p].pages.digest;
-    groups[{page_tokens_for(policies[p], flags), digests}].push_back(p);
+namespace {
+
+/// What an engine has one of, of what a policy reads; none: it reads none.
+struct EngineKind {
+  std::uint32_t page_tokens = 0;
+  std::uint32_t code_bits = 0;
+  std::optional<DigestKind> digests;
+
+  [[nodiscard]] bool suits(const EngineKind& other) const noexcept {
+    return page_tokens == other.page_tokens &&
+           (code_bits == other.code_bits || code_bits == 0 || other.code_bits == 0) &&
+           (digests == other.digests || !digests || !other.digests);
   }
+  friend auto operator<=>(const EngineKind&, const EngineKind&) = default;
+};
+
+EngineKind kind_of(const PolicySpec& policy, const EngineFlags& flags) {
+  return {.page_tokens = page_tokens_for(policy, flags),
+          .code_bits = scheduler::code_bits(policy),
+          .digests = policy.uses(Source::pages) ? std::optional(policy.pages.digest) : std::nullopt};
+}
+
+}  // namespace
+
+std::vector<EngineGroup> by_engine(std::span<const PolicySpec> policies, const EngineFlags& flags) {
+  std::map<EngineKind, std::vector<std::size_t>> groups;
+  for (std::size_t p = 0; p < policies.size(); ++p) groups[kind_of(policies[p], flags)].push_back(p);
   std::vector<EngineGroup> found;
   for (auto& [kind, members] : groups) {
-    // Who needs no digests goes with those that do.
-    if (!found.empty() && found.back().page_tokens == kind.first &&
-        !std::ranges::any_of(found.back().policies, [&](std::size_t p) { return policies[p].uses(Source::pages); })) {
+    // Who needs no digests, or no copies, goes with those that do.
+    const bool joins = !found.empty() && std::ranges::all_of(found.back().policies, [&](std::size_t p) {
+      return kind_of(policies[p], flags).suits(kind);
+    });
+    if (joins) {
       found.back().policies.insert(found.back().policies.end(), members.begin(), members.end());
     } else {
-      found.push_back({.page_tokens = kind.first, .policies = std::move(members)});
+      found.push_back({.page_tokens = kind.page_tokens, .policies = std::move(members)});
     }
   }
   return found;

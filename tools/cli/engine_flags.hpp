@@ -49,7 +49,7 @@ void choose_kv_dtype(EngineFlags& flags, const Model& model) noexcept;
 /// Page size of an engine for one policy: what the user asked for, else the policy's own, else the default.
 [[nodiscard]] std::uint32_t page_tokens_for(const PolicySpec& policy, const EngineFlags& flags) noexcept;
 
-/// Policies that one engine can serve: it has one page size, and one kind of digests.
+/// Policies that one engine can serve: it has one page size, one kind of digests and one of copies of keys.
 struct EngineGroup {
   std::uint32_t page_tokens = 0;
   std::vector<std::size_t> policies;  ///< indices

@@ -27,7 +27,8 @@ FarOptions advised(const PolicySpec& policy, const FarPlace& place, const schedu
       .shape = place.shape,
       .layout = {.page_tokens = place.page_tokens, .head_dim = place.shape.head_dim, .dtype = place.kv_dtype},
       .placement = place.placement,
-      .bucket = bucket};
+      .bucket = bucket,
+      .code_bits = scheduler::code_bits_for(policy)};
   FarOptions far = scheduler::advised_far(rates, work, scheduler::forward_row(policy, place.tokens, shape), place.rows,
                                           place.near_hits);
   PolicySpec cut = policy;

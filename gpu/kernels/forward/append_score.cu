@@ -39,7 +39,7 @@ __device__ __noinline__ void append(const ForwardMemory& m, const ForwardScratch
 }
 
 /// Thread block (0, y): what `append` does of the row's KV head y; (x, y): the part x - 1 of its scores.
-template <std::uint32_t kHeadDim, std::uint32_t kFragments>
+template <std::uint32_t kHeadDim, std::uint32_t kBits, std::uint32_t kFragments>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     append_score_kernel(const __grid_constant__ ForwardMemory m, const __grid_constant__ ForwardScratch scratch,
                         const __grid_constant__ ForwardLayer layer, const __grid_constant__ Foresight foresight,
@@ -69,14 +69,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                               .block = blockIdx.x - 1,
                               .blocks = cut.blocks,
                               .visible = max(tokens, 1u) - 1};
-  score_int4::score_part<kHeadDim, kFragments, true>(s, part, head, LayerQueries{layer.q, row_at, head * shape.group},
-                                                     foresight, shape, cut);
+  score_int4::score_part<kHeadDim, kBits, kFragments, true>(
+      s, part, head, LayerQueries{layer.q, row_at, head * shape.group}, foresight, shape, cut);
 }
 
 template <class Use>
-void with_kernel(std::uint32_t head_dim, std::uint32_t group, const Use& use) {
+void with_kernel(std::uint32_t head_dim, std::uint32_t bits, std::uint32_t group, const Use& use) {
   TunedHeadDims::with(head_dim, [&](auto dim) {
-    use(group <= score_int4::kTileHeads ? append_score_kernel<dim(), 1> : append_score_kernel<dim(), 2>);
+    score_int4::with_bits(bits, [&](auto code_bits) {
+      use(group <= score_int4::kTileHeads ? append_score_kernel<dim(), code_bits(), 1>
+                                          : append_score_kernel<dim(), code_bits(), 2>);
+    });
   });
 }
 
@@ -96,7 +99,7 @@ void launch_forward_append_score(const ForwardMemory& memory, const ForwardScrat
   const std::uint32_t heads = memory.shape.kv_heads;
   const Cut cut = score_int4::cut_of(heads, memory.scores_in(memory.bucket),
                                      score_int4::room_beside(heads, scratch.multiprocessors));
-  with_kernel(memory.shape.head_dim, shape.group, [&](auto* kernel) {
+  with_kernel(memory.shape.head_dim, shape.layout.bits, shape.group, [&](auto* kernel) {
     OverlappingLaunch(dim3(1 + cut.blocks, heads), kThreads, 0, static_cast<cudaStream_t>(layer.stream))
         .run(kernel, "launch the kernel of a forward that appends and scores", memory, scratch, layer,
              foresight_of(memory, scratch, layer.layer), shape, cut);
@@ -106,8 +109,10 @@ void launch_forward_append_score(const ForwardMemory& memory, const ForwardScrat
 namespace detail {
 void load_forward_append_score_kernels() {
   TunedHeadDims::each([&](std::uint32_t head_dim) {
-    for (const std::uint32_t group : {1u, score_int4::kHeads}) {
-      with_kernel(head_dim, group, [&](auto* kernel) { load_kernel(kernel, "load the kernels of a forward"); });
+    for (const std::uint32_t bits : {kCodeBits, kFewCodeBits}) {
+      for (const std::uint32_t group : {1u, score_int4::kHeads}) {
+        with_kernel(head_dim, bits, group, [&](auto* kernel) { load_kernel(kernel, "load the kernels of a forward"); });
+      }
     }
   });
 }

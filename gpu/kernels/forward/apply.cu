@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) apply_kernel(const __grid_constant__
 
 /// Thread blocks share the planes of every copy.
 __global__ void __launch_bounds__(kThreads) copy_codes_kernel(const __grid_constant__ ForwardMemory m) {
-  const std::uint64_t words = Int4Layout(m.layout).page_bytes() / sizeof(std::uint32_t);
+  const std::uint64_t words = m.code_layout().page_bytes() / sizeof(std::uint32_t);
   auto* const codes = reinterpret_cast<std::uint32_t*>(m.codes);
   for (std::uint32_t c = 0; c < m.slip->block_copies; ++c) {
     const ForwardBlockCopy copy = m.slip_copies[c];

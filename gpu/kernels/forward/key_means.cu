@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) key_means_kernel(const __grid_consta
     means[c] = m.key_mean_of(of.list, plane)[c] = mean;
   }
   __syncthreads();
-  const Int4Layout layout(m.layout);
+  const CodeLayout layout = m.code_layout();
   detail::HeadLanes mean = {};
   detail::each_channel(layout.head_dim, [&](std::uint32_t i, std::uint32_t channel) { mean[i] = means[channel]; });
   std::byte* const copy = m.codes + m.far_page(plane, block) * layout.page_bytes();

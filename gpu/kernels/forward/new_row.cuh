@@ -184,7 +184,7 @@ __device__ __noinline__ void mean_of_first_page(const ForwardMemory& m, const Te
 template <DType kType>
 __device__ __noinline__ void keep_mean(const ForwardMemory& m, const PackedToken& packed, std::uint32_t plane,
                                        const detail::HeadLanes& mean, float* staged) {
-  const Int4Layout layout(m.layout);
+  const CodeLayout layout = m.code_layout();
   float* const kept = m.key_mean_of(packed.token.list, plane);
   detail::each_channel(layout.head_dim, [&](std::uint32_t i, std::uint32_t channel) { kept[channel] = mean[i]; });
   const std::uint32_t block = m.list_of(packed.token.list)[0];
@@ -240,7 +240,7 @@ __device__ void put_token(const ForwardMemory& m, const ForwardLayer& layer, con
   }
   if (is_value != 0) return;
   __syncwarp();
-  const Int4Layout copy(m.layout);
+  const CodeLayout copy = m.code_layout();
   detail::codes_of_row([](std::uint32_t channel) { return key[channel]; }, mean, key,
                        m.codes + m.far_page(plane, block) * copy.page_bytes(), page_row, copy);
   if (known == MeanKey::made && token.position == m.layout.page_tokens)

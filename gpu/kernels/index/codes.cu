@@ -9,11 +9,10 @@ namespace {
 constexpr std::uint32_t kWarp = 32;
 constexpr std::uint32_t kThreads = 256;
 
-/// One thread block per page, one warp per row at a time, one word of codes per lane.
+/// One thread block per page, one warp per row at a time, one unit of codes per lane.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads)
-    codes_kernel(const __grid_constant__ TaskArray<CodesTask> tasks, PageLayout pages) {
-  const Int4Layout layout(pages);
+    codes_kernel(const __grid_constant__ TaskArray<CodesTask> tasks, PageLayout pages, CodeLayout layout) {
   __shared__ CodesTask task;
   __shared__ float staged[kThreads / kWarp][detail::kMostHeadDim];
   if (threadIdx.x == 0) task = tasks[blockIdx.x];
@@ -28,12 +27,13 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_make_codes(const TaskArray<CodesTask>& tasks, const PageLayout& layout, cudaStream_t stream) {
+void launch_make_codes(const TaskArray<CodesTask>& tasks, const PageLayout& layout, std::uint32_t bits,
+                       cudaStream_t stream) {
   if (tasks.count == 0) return;
   auto* const kernel = layout.dtype == DType::bf16 ? codes_kernel<DType::bf16>
                        : layout.scaled()           ? codes_kernel<DType::fp8_e4m3>
                                                    : codes_kernel<DType::f16>;
-  kernel<<<tasks.count, kThreads, 0, stream>>>(tasks, layout);
+  kernel<<<tasks.count, kThreads, 0, stream>>>(tasks, layout, CodeLayout(layout, bits));
   check(cudaGetLastError(), "launch the codes kernel");
 }
 

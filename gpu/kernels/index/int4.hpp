@@ -12,7 +12,7 @@ namespace sluice::gpu {
 
 /// head_dim 64, 96, 128, 192 or 256, pages of a multiple of 8 tokens, at most 256, up to 32 query heads in the group.
 struct ScoreInt4Shape {
-  Int4Layout layout;
+  CodeLayout layout;          ///< of 3 or 4 bits: as the kernel that is launched
   DType dtype = DType::bf16;  ///< of the pages that tails lie in
   std::uint32_t group = 0;
   float scale = 0.f;    ///< AttentionShape::score_scale
@@ -20,8 +20,9 @@ struct ScoreInt4Shape {
   std::uint32_t multiprocessors = 0;
 };
 
-/// One launch for all tasks. Copies are 16-byte aligned.
-void launch_make_codes(const TaskArray<CodesTask>& tasks, const PageLayout& layout, cudaStream_t stream);
+/// One launch for all tasks, whose codes have `bits`. Copies are 16-byte aligned.
+void launch_make_codes(const TaskArray<CodesTask>& tasks, const PageLayout& layout, std::uint32_t bits,
+                       cudaStream_t stream);
 void launch_score_int4(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Shape& shape, cudaStream_t stream);
 /// The same for `count` tasks that the device has described: without tails, none longer than `longest`, with lists if
 /// `lists` says that some may have them. Without lists, candidates are found, too, if there are bounds.

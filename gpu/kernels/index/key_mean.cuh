@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-/// The mean key of a sequence, see Int4Layout, an element at a time: as on the CPU, bit by bit.
+/// The mean key of a sequence, see CodeLayout, an element at a time: as on the CPU, bit by bit.
 namespace sluice::gpu::detail {
 
 __device__ __forceinline__ float finite_or_none(float x) { return fabsf(x) <= 3.402823466e38f ? x : 0.f; }

@@ -6,7 +6,7 @@
 
 #include "sluice/step/int4.hpp"
 
-/// The Hadamard rotation of a head, by a warp; see Int4Layout. The same operations in the same order as on the CPU.
+/// The Hadamard rotation of a head, by a warp; see CodeLayout. The same operations in the same order as on the CPU.
 namespace sluice::gpu::detail {
 
 /// A lane has channels i * 32 + lane, of which the first head_dim / 32 are there; kCount of them at most.

@@ -13,7 +13,7 @@ namespace sluice::gpu {
 
 /// head_dim 64 or 128, up to 32 query heads in the group.
 struct ChooseClustersShape {
-  Int4Layout layout;
+  CodeLayout layout;
   std::uint32_t group = 0;
   float scale = 0.f;  ///< AttentionShape::score_scale
   float softcap = 0.f;

@@ -71,7 +71,7 @@ __device__ void stage_query(const ChooseClustersTask& task, float (&query)[kDim]
 /// blockIdx.y is the query head, blockIdx.z the task; kLanes lanes have a token.
 template <std::uint32_t kDim>
 __global__ void __launch_bounds__(kSampleThreads)
-    score_samples_kernel(const __grid_constant__ TaskArray<ChooseClustersTask> tasks, Int4Layout layout, float scale,
+    score_samples_kernel(const __grid_constant__ TaskArray<ChooseClustersTask> tasks, CodeLayout layout, float scale,
                          float softcap) {
   constexpr std::uint32_t kWords = kDim / 8;
   __shared__ float query[kDim];  // Rotated.

@@ -1,4 +1,5 @@
-// Estimated logits from 4-bit copies, on tensor cores. The few keys of a tail are a thread block's of their own.
+// Estimated logits from copies of keys in codes of 4 or 3 bits, on tensor cores. The few keys of a tail are a thread
+// block's of their own.
 
 #include <algorithm>
 
@@ -59,7 +60,7 @@ __device__ void score_tail(const ScoreInt4Task& task, const Part& part, DType dt
 }
 
 /// Thread block x of the cut, or behind these the tail, of task y, and of its head z where each has a list.
-template <std::uint32_t kHeadDim, std::uint32_t kFragments, bool kForesees>
+template <std::uint32_t kHeadDim, std::uint32_t kBits, std::uint32_t kFragments, bool kForesees>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     score_int4_kernel(const __grid_constant__ TaskArray<ScoreInt4Task> tasks,
                       const __grid_constant__ Foresight foresight, const ScoreInt4Shape shape, Cut cut) {
@@ -69,8 +70,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   __syncthreads();
   const Part part = part_of(s.task, shape.group, shape.layout.page_tokens, cut);
   if (part.block == cut.blocks) return score_tail<kHeadDim>(s.task, part, shape.dtype, shape.scale);
-  score_part<kHeadDim, kFragments, kForesees>(s, part, blockIdx.y, QueryRows<kHeadDim>{s.task.q}, foresight, shape,
-                                              cut);
+  score_part<kHeadDim, kBits, kFragments, kForesees>(s, part, blockIdx.y, QueryRows<kHeadDim>{s.task.q}, foresight,
+                                                     shape, cut);
 }
 
 /// Of rows of `total` tokens together, the longest of `longest`.
@@ -86,9 +87,11 @@ void launch(const TaskArray<ScoreInt4Task>& tasks, const Foresight& foresight, c
             const Cut& cut, const dim3& grid, cudaStream_t stream) {
   const bool few = grid.z != 1 || shape.group <= kTileHeads;
   KernelHeadDims::with(shape.layout.head_dim, [&](auto dim) {
-    OverlappingLaunch(grid, kThreads, 0, stream)
-        .run(few ? score_int4_kernel<dim(), 1, kForesees> : score_int4_kernel<dim(), 2, kForesees>,
-             "launch the score_int4 kernel", tasks, foresight, shape, cut);
+    with_bits(shape.layout.bits, [&](auto bits) {
+      OverlappingLaunch(grid, kThreads, 0, stream)
+          .run(few ? score_int4_kernel<dim(), bits(), 1, kForesees> : score_int4_kernel<dim(), bits(), 2, kForesees>,
+               "launch the score_int4 kernel", tasks, foresight, shape, cut);
+    });
   });
 }
 
@@ -133,10 +136,14 @@ void load_score_int4_kernels() {
   };
   KernelHeadDims::each([&](std::uint32_t head_dim) {
     KernelHeadDims::with(head_dim, [&](auto dim) {
-      load(score_int4_kernel<dim(), 1, false>);
-      load(score_int4_kernel<dim(), 1, true>);
-      load(score_int4_kernel<dim(), 2, false>);
-      load(score_int4_kernel<dim(), 2, true>);
+      for (const std::uint32_t each : {kCodeBits, kFewCodeBits}) {
+        with_bits(each, [&](auto bits) {
+          load(score_int4_kernel<dim(), bits(), 1, false>);
+          load(score_int4_kernel<dim(), bits(), 1, true>);
+          load(score_int4_kernel<dim(), bits(), 2, false>);
+          load(score_int4_kernel<dim(), bits(), 2, true>);
+        });
+      }
     });
   });
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/index/rotate.cuh"
@@ -8,7 +9,7 @@
 #include "gpu/kernels/select/foresight.cuh"
 #include "gpu/kernels/select/score_cut.hpp"
 
-/// How rows of 4-bit copies are shared by thread blocks, where they lie, and how queries are staged for them.
+/// How rows of copies in codes are shared by thread blocks, where they lie, and how queries are staged for them.
 namespace sluice::gpu::score_int4 {
 
 inline constexpr std::uint32_t kWarp = 32;
@@ -25,6 +26,13 @@ inline constexpr std::uint32_t kHeads = 8;                      ///< query heads
 inline constexpr std::uint32_t kTileHeads = 4;                  ///< query heads of a fragment, which has 8 columns
 inline constexpr std::uint32_t kOctets = kBlockTokens / kRows;  ///< of a chunk
 static_assert(kWarps == kHeads, "every warp stages one head");
+/// use(std::integral_constant) of the bits of a code.
+template <class Use>
+void with_bits(std::uint32_t bits, const Use& use) {
+  if (bits == kCodeBits) return use(std::integral_constant<std::uint32_t, kCodeBits>{});
+  use(std::integral_constant<std::uint32_t, kFewCodeBits>{});
+}
+
 inline constexpr int kQueryBits = 22;  ///< of a query's numbers, beside the sign
 
 /// Which of an octet's rows are there, in bytes: the first, and the one behind the last. One compare tells whether all
@@ -86,7 +94,7 @@ __device__ __forceinline__ Part part_of(const ScoreInt4Task& task, std::uint32_t
 
 /// Where the octets of a part lie, one chunk's behind the other's: the loop over them divides by nothing.
 template <std::uint32_t kHeadDim>
-__device__ void stage_octets(Shared<kHeadDim>& s, const Part& part, const Int4Layout& layout, std::uint32_t chunks) {
+__device__ void stage_octets(Shared<kHeadDim>& s, const Part& part, const CodeLayout& layout, std::uint32_t chunks) {
   const std::uint32_t page_tokens = layout.page_tokens;
   for (std::uint32_t i = threadIdx.x; i < chunks * kOctets; i += kThreads) {
     const std::uint32_t token = part.chunk(i / kOctets) * kBlockTokens + i % kOctets * kRows;
@@ -103,7 +111,7 @@ __device__ void stage_octets(Shared<kHeadDim>& s, const Part& part, const Int4La
         rows = static_cast<Rows>(in_octet(run.begin) | end << 8);
         const std::uint64_t copy = s.task.frames[run.page] * layout.page_bytes();
         codes = copy + row * layout.row_bytes();
-        params = copy + layout.params_offset() + row * Int4Layout::kParamBytes;
+        params = copy + layout.params_offset() + row * CodeLayout::kParamBytes;
       }
     }
     s.rows[i] = rows;

@@ -28,9 +28,9 @@ __device__ __forceinline__ float perturbed(float score, float softcap, std::uint
 
 /// Scores of a warp's tokens from `at` on, of which a lane has four, for one fragment's heads: written out. Bit i of
 /// what it returns: score i is a candidate. `kWhole`: all tokens are there, and eligible.
-template <bool kWhole, std::uint32_t kHeadDim, std::uint32_t kFragments, bool kForesees>
+template <bool kWhole, std::uint32_t kHeadDim, std::uint32_t kBits, std::uint32_t kFragments, bool kForesees>
 __device__ __forceinline__ std::uint32_t score_turn(const Shared<kHeadDim>& s,
-                                                    const Products<kHeadDim, kFragments>& products,
+                                                    const Products<kHeadDim, kBits, kFragments>& products,
                                                     const float2 (&params)[kWarpOctets], std::uint32_t fragment,
                                                     const LaneHead& head, const Part& part, std::uint32_t at,
                                                     std::uint32_t number, const Eligible& eligible, bool draws,
@@ -58,11 +58,11 @@ __device__ __forceinline__ std::uint32_t score_turn(const Shared<kHeadDim>& s,
 }
 
 /// The part of task `list`, which is s.task, for all threads to see. `kFragments` of queries are multiplied with what
-/// is read. `queries`: see QueryRows.
-template <std::uint32_t kHeadDim, std::uint32_t kFragments, bool kForesees, class Queries>
+/// is read, codes of kBits. `queries`: see QueryRows.
+template <std::uint32_t kHeadDim, std::uint32_t kBits, std::uint32_t kFragments, bool kForesees, class Queries>
 __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part, std::uint32_t list,
-                                           const Queries& queries, const Foresight& foresight, const ScoreInt4Shape& shape,
-                                           const Cut& cut) {
+                                           const Queries& queries, const Foresight& foresight,
+                                           const ScoreInt4Shape& shape, const Cut& cut) {
   constexpr std::uint32_t kAtOnce = kFragments * kTileHeads;
   __shared__ foresight::Staged<kWarps, kAtOnce, kForesees ? 256 / kAtOnce : 1> staged;
   const std::uint32_t group = shape.group;
@@ -78,9 +78,11 @@ __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part
   if (kAhead) query.load(queries, part.first_head, min(kAtOnce, part.heads));
   if (kAhead) mean.load(s.task.mean);
   if (kForesees) center.load(foresight.centers + std::uint64_t{list} * kHeadDim);
-  stage_octets(s, part, shape.layout, cut.chunks);
+  CodeLayout layout = shape.layout;
+  layout.bits = kBits;  // As it is: known to the compiler.
+  stage_octets(s, part, layout, cut.chunks);
   __syncthreads();
-  const LaneRow<kHeadDim> row(s.task.copies);
+  const LaneRow<kHeadDim, kBits> row(s.task.copies);
   const Eligible eligible{s.task.sinks, s.task.recent};
   for (std::uint32_t first = 0; first < part.heads; first += kAtOnce) {
     const std::uint32_t heads = min(kAtOnce, part.heads - first);
@@ -89,7 +91,7 @@ __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part
       mean.load(s.task.mean);  // Again: it is not kept over the loop.
     }
     if (first != 0) __syncthreads();  // The queries before these have been read.
-    WarpRows<kHeadDim> next;
+    WarpRows<kHeadDim, kBits> next;
     if (kAhead) next.load(s, row, part.octet(0), part.first(0) < part.count);
     const foresight::Finder finder(foresight, std::uint64_t{list} * group + first);
     const foresight::QueryMeasure measure = stage_query(s, query, mean, center, shape.scale);
@@ -100,7 +102,7 @@ __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part
     const bool draws = s.task.draws.any();
     if (draws && threadIdx.x < kHeads) s.draw[threadIdx.x] = s.task.draws.key_of(part.first_head + first + threadIdx.x);
     __syncthreads();
-    QueryFragments<kHeadDim, kFragments> q;
+    QueryFragments<kHeadDim, kBits, kFragments> q;
     q.load(s);
     LaneHead lane_heads[kFragments];  // In registers: in the loop the compiler would read them again and again.
 #pragma unroll
@@ -121,12 +123,12 @@ __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part
       const std::uint32_t number = part.octet(turn);
       if (at >= part.count) break;
       if (!kAhead) next.load(s, row, number, true);
-      const KeyFragments<kHeadDim> keys(next);
+      const KeyFragments<kHeadDim, kBits> keys(next);
       if (kAhead) {
         const bool more = turn + 1 < cut.chunks && part.first(turn + 1) < part.count;
         next.load(s, row, part.octet(more ? turn + 1 : turn), more);
       }
-      const Products<kHeadDim, kFragments> products(keys, q);
+      const Products<kHeadDim, kBits, kFragments> products(keys, q);
       float2 params[kWarpOctets];
 #pragma unroll
       for (std::uint32_t o = 0; o < kWarpOctets; ++o) params[o] = keys.scale_and_zero(o);
@@ -136,12 +138,11 @@ __device__ __forceinline__ void score_part(Shared<kHeadDim>& s, const Part& part
       for (std::uint32_t f = 0; f < kFragments; ++f) {
         const LaneHead& head = lane_heads[f];
         float scores[kWarpOctets];
-        const std::uint32_t hits = all ? score_turn<true, kHeadDim, kFragments, kForesees>(
-                                             s, products, params, f, head, part, at, number, eligible, draws,
-                                             shape.softcap, scores)
-                                       : score_turn<false, kHeadDim, kFragments, kForesees>(
-                                             s, products, params, f, head, part, at, number, eligible, draws,
-                                             shape.softcap, scores);
+        const std::uint32_t hits =
+            all ? score_turn<true, kHeadDim, kBits, kFragments, kForesees>(
+                      s, products, params, f, head, part, at, number, eligible, draws, shape.softcap, scores)
+                : score_turn<false, kHeadDim, kBits, kFragments, kForesees>(
+                      s, products, params, f, head, part, at, number, eligible, draws, shape.softcap, scores);
         if constexpr (kForesees) {
           // What is chosen is often close together: most turns have nothing to add, or of one octet.
 #pragma unroll 1

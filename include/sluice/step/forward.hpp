@@ -128,8 +128,8 @@ struct ForwardListChange {
   std::uint32_t from = 0;
 };
 
-/// A sequence whose mean key, see Int4Layout, a plan makes again from the tokens that it has before the forward: that of
-/// its first page if this is full, else 0; and the codes of that page with it.
+/// A sequence whose mean key, see CodeLayout, a plan makes again from the tokens that it has before the forward: that
+/// of its first page if this is full, else 0; and the codes of that page with it.
 struct ForwardKeyMean {
   std::uint32_t list = 0;  ///< its block list
   std::uint32_t tokens = 0;
@@ -197,7 +197,7 @@ struct ForwardProposal {
   std::uint32_t shared = 0;   ///< not 0: what is proposed to the first query head is proposed to all of the group
 };
 
-/// The 4-bit copies of `from` become those of `to`, too. Its digest does not: it is of a page that is full.
+/// The copies in codes of `from` become those of `to`, too. Its digest does not: it is of a page that is full.
 struct ForwardBlockCopy {
   std::uint32_t from = 0;
   std::uint32_t to = 0;

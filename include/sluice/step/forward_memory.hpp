@@ -9,6 +9,7 @@
 #include "sluice/shape.hpp"
 #include "sluice/step/fetch_share.hpp"
 #include "sluice/step/forward.hpp"
+#include "sluice/step/int4.hpp"
 #include "sluice/step/sample.hpp"
 #include "sluice/trace.hpp"
 
@@ -33,6 +34,7 @@ struct ForwardMemory {
   std::uint32_t drafts = 1;             ///< of a row that chooses, see `teams`
   DigestKind digest = DigestKind::box;  ///< of pages, if there are digests
   std::uint32_t page_shift = 0;         ///< log2 of page_tokens
+  std::uint32_t code_bits = kCodeBits;  ///< of a channel of a key's copy, see CodeLayout
   std::uint32_t append_rows = 0;        ///< of a forward that only brings tokens in, at least largest.rows()
   std::uint32_t max_picks = 0;          ///< tokens that a query head may choose
   std::uint32_t max_ranked = 0;         ///< pages that a query head may choose
@@ -73,10 +75,10 @@ struct ForwardMemory {
 
   // Memory of the device.
   std::byte* near = nullptr;       ///< [planes, near_pages] pages, whose rows hold any tokens of their plane
-  std::byte* codes = nullptr;      ///< [planes, blocks] 4-bit copies, see Int4Layout
+  std::byte* codes = nullptr;      ///< [planes, blocks] copies of keys, see code_layout
   std::byte* digests = nullptr;    ///< [planes, blocks, 2, head_dim] of full pages, as the dtype; null: none
   std::uint32_t* lists = nullptr;  ///< [stacks, list_count, max_pages] blocks; for the verbs of a layer its stack's
-  float* key_means = nullptr;      ///< [list_count, planes, head_dim] of layers without windows, see Int4Layout
+  float* key_means = nullptr;      ///< [list_count, planes, head_dim] of layers without windows, see CodeLayout
   /// [planes, blocks * page_tokens] near row of the plane | kNearBit, or | kComingBit while it is being filled, or the
   /// newest forward that attended the row far, 0 if there was none. Not there if near_pages is 0.
   std::uint32_t* near_of = nullptr;
@@ -367,6 +369,8 @@ struct ForwardMemory {
     return window_in(layer) == 0 && layer >= clustering.dense_layers &&
            (clustering.dense_every == 0 || layer % clustering.dense_every != 0);
   }
+  /// Of keys' copies.
+  [[nodiscard]] constexpr CodeLayout code_layout() const noexcept { return CodeLayout(layout, code_bits); }
   /// The digest of a block of a plane: hi, then lo.
   [[nodiscard]] constexpr std::byte* digest_of(std::uint32_t plane, std::uint32_t block) const noexcept {
     return digests + far_page(plane, block) * 2 * layout.row_bytes();

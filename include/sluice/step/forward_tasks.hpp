@@ -25,7 +25,7 @@ namespace sluice {
   const bool ranks = row.list != kNone && row.ranks();
   const bool pages = ranks && row.in_pages();
   return {.q = m.q + std::uint64_t{list} * m.shape.group() * m.shape.head_dim,
-          .copies = m.codes + m.far_page(plane, 0) * Int4Layout(m.layout).page_bytes(),
+          .copies = m.codes + m.far_page(plane, 0) * m.code_layout().page_bytes(),
           .mean = ranks ? m.key_mean_of(row.list, plane) : nullptr,
           .frames = m.list_of(ranks ? row.list : 0),
           .tokens = ranks ? row.tokens : 0,
@@ -33,6 +33,7 @@ namespace sluice {
           .listed = pages ? row.page_picks : 0,
           .sinks = ranks ? row.sink_end : 0,
           .recent = ranks ? row.recent_begin : kNone,
+          .bits = m.code_bits,
           .draws = ranks ? row.draws.of(list % m.shape.kv_heads, m.own_group()) : HeadDraws{},
           .out = m.scores + std::uint64_t{list} * m.shape.group() * m.score_room()};
 }
@@ -48,7 +49,7 @@ namespace sluice {
           .members = m.cluster_members_of(row.clusters.slot, plane),
           .clusters = row.clusters.count,
           .samples = row.clusters.samples,
-          .copies = m.codes + m.far_page(plane, 0) * Int4Layout(m.layout).page_bytes(),
+          .copies = m.codes + m.far_page(plane, 0) * m.code_layout().page_bytes(),
           .mean = m.key_mean_of(row.list, plane),
           .frames = m.list_of(row.list),
           .tokens = row.tokens,

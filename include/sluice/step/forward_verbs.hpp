@@ -71,7 +71,7 @@ class ForwardVerbs {
   virtual void cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) = 0;
   /// Begins the forward that was planned last, unless it has begun before.
   virtual void begin(const ForwardMemory& memory, void* stream) = 0;
-  /// New keys and values go to their far page, its 4-bit copy, and its near page if there is one; a sequence's first
+  /// New keys and values go to their far page, its copy in codes, and its near page if there is one; a sequence's first
   /// token behind its first page makes its mean key, and the page's copy again. Queries of rows that choose to both
   /// sides, rehearsed ones to the host, and those of tokens with a tail there. Pages that become full
   /// get their digest and the mean of their values. Outputs, if there are any, of padding become 0, and all of them NaN

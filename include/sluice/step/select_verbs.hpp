@@ -24,12 +24,13 @@ struct DigestTask {
   std::byte* out = nullptr;
 };
 
-/// 4-bit copy of the first `rows` K rows of a page, see Int4Layout; the rest of `out` stays as it is.
+/// Copy in codes of the first `rows` K rows of a page, see CodeLayout; the rest of `out` stays as it is.
 struct CodesTask {
   const std::byte* page = nullptr;
   std::uint32_t rows = 0;
   std::byte* out = nullptr;
   const float* mean = nullptr;  ///< [head_dim] the mean key, memory that the backend's kernels read; null: 0
+  std::uint32_t bits = kCodeBits;  ///< of a code, or kFewCodeBits; the same in all tasks of a call
 };
 
 /// One (sequence, KV head) of a `score_tokens`: out[i, h] = the score of q[h].k[tokens[i]], see AttentionShape.
@@ -51,8 +52,8 @@ struct ScorePagesTask {
   float* out = nullptr;                 ///< [group, pages]
 };
 
-/// One (sequence, KV head) of a `score_int4`: scores before any soft-cap, as estimated from the 4-bit copies of tokens
-/// [0, tokens), and exact for the `tail` behind them.
+/// One (sequence, KV head) of a `score_int4`: scores before any soft-cap, as estimated from the copies in codes of
+/// tokens [0, tokens), and exact for the `tail` behind them.
 ///
 /// Without `lists` out[h, i] is token i's. With them a row is made of pages laid end to end: first the head's own,
 /// lists[h]; then, the same for all heads, the pages of the tokens before `sinks` and those of the tokens from `recent`
@@ -60,7 +61,7 @@ struct ScorePagesTask {
 /// is left out, the value is -infinity. The tail's rows come last.
 struct ScoreInt4Task {
   const float* q = nullptr;               ///< [group, head_dim]
-  const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()], 16-byte aligned; 64 GiB at most
+  const std::byte* copies = nullptr;      ///< [frames, CodeLayout::page_bytes()], 16-byte aligned; 64 GiB at most
   const float* mean = nullptr;            ///< [head_dim] that they were made with, see CodesTask; null: 0
   const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read
   std::uint32_t tokens = 0;               ///< visible, of those that have copies
@@ -72,6 +73,7 @@ struct ScoreInt4Task {
   std::uint32_t recent = kNone;
   const std::byte* tail = nullptr;        ///< page whose first K rows are the tail; 16-byte aligned
   std::uint32_t tail_rows = 0;            ///< at most page_tokens
+  std::uint32_t bits = kCodeBits;         ///< of a code, as in CodesTask
   /// If there are any, values between `sinks` and `recent` are soft-capped logits, each perturbed by its draw. Without
   /// lists.
   HeadDraws draws{};
@@ -174,7 +176,7 @@ struct ChooseClustersTask {
   const std::uint32_t* members = nullptr;  ///< [samples.tokens] each token once
   std::uint32_t clusters = 0;              ///< 0: there is nothing to choose, and nothing is written
   FitSamples samples;
-  const std::byte* copies = nullptr;      ///< [frames, Int4Layout::page_bytes()]
+  const std::byte* copies = nullptr;      ///< [frames, CodeLayout::page_bytes()]
   const float* mean = nullptr;            ///< as in ScoreInt4Task
   const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read
   std::uint32_t tokens = 0;               ///< visible, all with copies; at least samples.tokens

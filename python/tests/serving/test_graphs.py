@@ -17,6 +17,7 @@ from small import ATOL, DEVICE, KV, Breaks, bare_model, expected, greedy, prompt
 REQUESTS = [greedy(length, prompt_ids(length, length), 8 + length % 7) for length in (1, 16, 17, 40, 65)]
 POLICIES = ("full", "exact | int4 | top_k=16 | near=0,sinks=4,recent=16",
             "exact | top_k=16 | near=0,sinks=4,recent=16",
+            "exact | int3 | sample=8 | near=0,sinks=4,recent=16",
            # These learn from what was decoded; the latter leaves out most of so few tokens.
            "lfps", "history | top_k=16 | near=0,sinks=4,recent=16 | bypass=0.85")
 ON_CUDA = pytest.mark.skipif(DEVICE == "cpu", reason="there are CUDA graphs on a GPU alone")

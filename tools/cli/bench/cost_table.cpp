@@ -16,7 +16,7 @@ std::vector<Json> CostTable::cells(const GpuRow& row) const {
     return static_cast<double>(count) * static_cast<double>(bytes) / (layers * bytes_per_us_);
   };
   const std::uint64_t near_bytes = 2 * row.layout.near().row_bytes();
-  const std::uint64_t copy_bytes = Int4Layout(row.layout).row_bytes() + Int4Layout::kParamBytes;
+  const std::uint64_t copy_bytes = CodeLayout(row.layout, row.code_bits).row_bytes() + CodeLayout::kParamBytes;
   const double layer_us = percentile(row.layer_us, 0.5);
   const double scan_us = reads_us(row.stats.estimated, copy_bytes) + reads_us(row.stats.ranked_pages, near_bytes);
   const double near_us = reads_us(row.stats.near_tokens, near_bytes);

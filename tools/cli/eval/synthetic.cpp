@@ -78,7 +78,8 @@ void score_needles(const NeedleOptions& options, const EngineFlags& flags, const
         score.decoded = {.tokens = count,
                          .dense_tokens = count * options.tokens + count * (count + 1) / 2,
                          .stats = run.engine().stats(),
-                         .audited = run.engine().audit(run.sequence())};
+                         .audited = run.engine().audit(run.sequence()),
+                         .code_bits = run.engine().options().code_bits};
       }
     }
   }

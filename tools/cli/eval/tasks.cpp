@@ -190,7 +190,8 @@ void TaskEvaluation::answer(sluice::Engine& engine, const EngineSession& prompt,
   DecodeScore run{.tokens = session.decoded(),
                   .dense_tokens = session.visible(),
                   .stats = since(before, engine.stats()),
-                  .audited = {}};
+                  .audited = {},
+                  .code_bits = engine.options().code_bits};
   run.audited.merge_totals(report);
   score.decoded.merge(run);
   ++score.prompts;

@@ -42,7 +42,7 @@ Table memory_table() {
                       {"rows", "rows"},
                       {"kv_bytes", "K and V, B"},
                       {"near_share", "near rows", 1, Show::percent},
-                      {"codes_share", "4-bit copies", 1, Show::percent},
+                      {"codes_share", "copies of keys", 1, Show::percent},
                       {"digests_share", "digests", 1, Show::percent},
                       {"buffers_share", "buffers", 1, Show::percent},
                       {"pinned_share", "host: pinned", 1, Show::percent},

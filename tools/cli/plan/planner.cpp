@@ -109,7 +109,8 @@ WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t re
                                    .placement = work.placement,
                                    .fetch_share = fetch_share_of(work.fetch_share),
                                    .bucket = decoding,
-                                   .promotes = work.near_share > 0.0};
+                                   .promotes = work.near_share > 0.0,
+                                   .code_bits = scheduler::code_bits_for(work.policy)};
   ForwardRow row = scheduler::forward_row(work.policy, work.tokens, scheduler::row_shape(work.shape, work.page_tokens));
   if (scheduler::clusters_on_device(work.policy)) {  // As if all that is before it had been a prompt.
     scheduler::ClusterSchedule schedule(work.policy.clusters);
