@@ -1,16 +1,34 @@
 #!/usr/bin/env bash
-# Builds everything and runs the tests; arguments go to ctest, as in `tools/test.sh -L concurrent`. Tests labelled `slow`
-# take minutes each and run only if the arguments name that label.
-# ctest's summary comes last, and below it how many tests were skipped, by reason: those of the GPU where there is none.
-# Exit codes: 0 none failed; else as tools/bootstrap.sh or ctest.
+# Builds and runs tests. See usage().
 set -euo pipefail
 
+usage() {
+  cat <<'TEXT'
+usage: tools/test.sh [--all] [ARGUMENT...]
+
+Builds the library and the tests labelled `quick`, some of every room that take seconds, and runs them: minutes on two
+cores.
+  --all        builds everything and runs all tests but those labelled `slow`, which take minutes each
+  ARGUMENT...  of ctest, as in `tools/test.sh -L concurrent`: builds everything, and runs what they choose. Tests
+               labelled `slow` run only if the arguments name that label
+ctest's summary comes last, and below it how many tests were skipped, by reason: those of the GPU where there is none.
+Exit codes: 0 none failed; else as tools/bootstrap.sh or ctest.
+TEXT
+}
+
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-tools/bootstrap.sh --preset release
+case ${1:-} in
+  -h | --help) usage; exit 0 ;;
+  "") targets=(--target quick_tests) chosen=(-L quick) ;;
+  *)
+    targets=() chosen=(-LE '^slow$')
+    if [[ "$1" == --all ]]; then shift; fi
+    if [[ " $* " == *" slow "* ]]; then chosen=(); fi
+    ;;
+esac
+tools/bootstrap.sh --preset release ${targets[@]+"${targets[@]}"}
 code=0
-exclude=(-LE '^slow$')
-if [[ " $* " == *" slow "* ]]; then exclude=(); fi
-ctest --preset release --parallel "$(nproc)" --no-tests=error ${exclude[@]+"${exclude[@]}"} "$@" || code=$?
+ctest --preset release --parallel "$(nproc)" --no-tests=error ${chosen[@]+"${chosen[@]}"} "$@" || code=$?
 # What the skipped tests printed; absent if ctest did not get as far as running any.
 log=build/release/Testing/Temporary/LastTest.log
 if [[ -r "$log" ]]; then

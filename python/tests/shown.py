@@ -14,6 +14,12 @@ ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md")
 
 
+def program() -> str | None:
+    """The command, if it is built; in CI it may not be missing."""
+    path = os.environ.get("SLUICE_COMMAND")
+    return path if "CI" in os.environ or path and os.access(path, os.X_OK) else None
+
+
 class Shown(NamedTuple):
     page: str
     words: tuple[str, ...]

@@ -11,9 +11,9 @@ import sys
 from typing import NamedTuple
 
 import pytest
-from shown import PAGES, ROOT
+from shown import PAGES, ROOT, program
 
-PROGRAM = os.environ.get("SLUICE_COMMAND")
+PROGRAM = program()
 # A word that is an option, before what stands for another program's arguments.
 OPTION = re.compile(r"--?[a-z][a-z-]*")
 
@@ -78,7 +78,7 @@ def test_what_is_looked_for_is_found() -> None:
     assert lines_of("```sh\na \\\n  b\n```\n`c\nd`") == ["a    b", "c d"]
 
 
-@pytest.mark.skipif(PROGRAM is None and "CI" not in os.environ, reason="SLUICE_COMMAND is not set")
+@pytest.mark.skipif(PROGRAM is None and "CI" not in os.environ, reason="the command is not built")
 @pytest.mark.parametrize("shown", OF_THE_PROGRAM, ids=lambda shown: f"{shown.page}: {' '.join(shown.words)[:60]}")
 def test_the_program(shown: Shown) -> None:
     names = []

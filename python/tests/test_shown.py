@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import shown
-from shown import COMMANDS, LISTED, OF_THE_PROGRAM, ROOT, Shown, listed
+from shown import COMMANDS, LISTED, OF_THE_PROGRAM, ROOT, Shown, listed, program
 
-PROGRAM = os.environ.get("SLUICE_COMMAND")
+PROGRAM = program()
 TESTBED = str(ROOT / "tests" / "data" / "testbed")
 WORDS = {"DIR": [TESTBED], "tests/data/testbed": [TESTBED], "...": ["--model", TESTBED, "--prompt-file", "prompt.txt"],
          "REPORT...": ["report.json"]}
@@ -92,7 +92,7 @@ def test_listed(command: Shown) -> None:
     assert holds(command.words)
 
 
-@pytest.mark.skipif(PROGRAM is None and "CI" not in os.environ, reason="SLUICE_COMMAND is not set")
+@pytest.mark.skipif(PROGRAM is None and "CI" not in os.environ, reason="the command is not built")
 @pytest.mark.parametrize("command", OF_THE_PROGRAM, ids=lambda command: command.place)
 def test_the_program_runs(command: Shown, folder: Path) -> None:
     words = smaller(command.words)
