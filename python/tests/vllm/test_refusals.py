@@ -38,11 +38,15 @@ def test_what_is_adapted(llama: Path) -> None:
     config = configured(llama, {"host_bytes": "8MiB"})
     assert settings_of(config).host_bytes == 8 << 20
     assert config.attention_config.backend == AttentionBackendEnum.CUSTOM
-    assert not config.cache_config.enable_prefix_caching
+    assert not config.cache_config.enable_prefix_caching and settings_of(config).prefixes
     assert config.scheduler_config.scheduler_cls == "sluice.vllm.Scheduler"
     before = repr(config)
     adapt(config)  # vLLM checks some configurations twice.
     assert repr(config) == before
+
+
+def test_known_prompts_are_left_out_where_vllm_is_to_leave_its_own_out(llama: Path) -> None:
+    assert not settings_of(configured(llama, {}, enable_prefix_caching=False)).prefixes
 
 
 def test_others_are_left_alone(llama: Path) -> None:

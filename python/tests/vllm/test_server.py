@@ -108,7 +108,7 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def test_it_says_what_it_does(server: Server) -> None:
     said = "".join(server.said)
     assert re.search(r"Sluice keeps 30 layers of keys and values \(f32, policy full\) in 0.12 GiB of host memory", said)
-    assert "Prefix caching is switched off: Sluice" in said
+    assert "Every prompt is read whole: the worker, which knows others, is in another process" in said
     assert "Sluice.vllm" not in said and "Traceback" not in said
 
 
