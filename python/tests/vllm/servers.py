@@ -1,4 +1,4 @@
-"""vLLM's server with Sluice, as a user starts it: in processes of its own, with the plug-in found by its entry point."""
+"""vLLM's server with Sluice, as a user starts it: in processes of its own, the plug-in found by its entry point."""
 
 from __future__ import annotations
 
