@@ -64,6 +64,12 @@ def unlink(config: Any) -> None:
     _links.pop(id(config.compilation_config), None)
 
 
+def forwards_of(config: Any) -> Forwards | None:
+    """Of the worker with this configuration, if that is in this process and has an engine."""
+    found = _links.get(id(config.compilation_config))
+    return None if found is None else found[1].forwards
+
+
 def _link_of(config: Any) -> Link:
     found = _links.get(id(config.compilation_config))
     if found is None:

@@ -6,15 +6,12 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from sluice.errors import InvalidArgument, Unsupported
 from sluice.serving.arguments import check_options, size
 from sluice.serving.process import Settings as Server
-
-logger = init_logger("vllm.sluice")
 
 OWNER = "--additional-config.sluice."
 """What messages have before names of options."""
@@ -25,6 +22,7 @@ _SCHEDULERS = {False: "sluice.vllm.Scheduler", True: "sluice.vllm.AsyncScheduler
 _OTHERS = {**dict.fromkeys(("layers", "q_heads", "kv_heads", "head_dim", "scale", "softcap", "windows"), "the model"),
            "device": "vLLM", "sequences": "--max-num-seqs", "in_flight": "--async-scheduling",
            "largest": "--max-num-seqs, --max-num-batched-tokens and --max-model-len", "window_slack": "Sluice"}
+_PREFIXES = "enable_prefix_caching"  # What vLLM's own option of this name said.
 _KV_DTYPES = ("auto", "float16", "bfloat16")
 
 
@@ -35,6 +33,7 @@ class Settings:
     policy: str = Server.policy
     host_bytes: int = Server.host_bytes
     near_bytes: int | None = None
+    prefixes: bool = False  #: prompts begin with what is known of them
     options: dict[str, Any] = field(default_factory=dict)  #: others of EngineOptions
 
 
@@ -49,9 +48,10 @@ def settings_of(config: Any) -> Settings:
     options = dict(given)
     policy = options.pop("policy", Settings.policy)
     host_bytes = _bytes("host_bytes", options.pop("host_bytes", Settings.host_bytes))
-    near_bytes = options.pop("near_bytes", None)
+    near_bytes, prefixes = options.pop("near_bytes", None), options.pop(_PREFIXES, False)
     check_options(options, policy, OWNER, _OTHERS)
-    return Settings(policy, host_bytes, None if near_bytes is None else _bytes("near_bytes", near_bytes), options)
+    return Settings(policy, host_bytes, None if near_bytes is None else _bytes("near_bytes", near_bytes),
+                    bool(prefixes), options)
 
 
 def _bytes(name: str, value: Any) -> int:
@@ -71,8 +71,10 @@ def adapt(config: Any) -> None:
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     config.model_config.disable_cascade_attn = True
     if config.cache_config.enable_prefix_caching:
-        logger.info("Prefix caching is switched off: Sluice has no blocks of vLLM's that could be shared.")
+        # The engine's, and not vLLM's own, whose blocks hold nothing. Said where other processes read it, too.
         config.cache_config.enable_prefix_caching = False
+        if isinstance(config.additional_config, dict):
+            config.additional_config["sluice"] = {**config.additional_config.get("sluice", {}), _PREFIXES: True}
     if config.scheduler_config.scheduler_cls is None:
         config.scheduler_config.scheduler_cls = _SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
     if current_platform.is_cpu():
@@ -93,9 +95,8 @@ def refuse(config: Any, settings: Settings) -> None:
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism (PCP)",
          "leave --prefill-context-parallel-size out"),
         (parallel.use_ubatching, "microbatches (dual batch overlap)", "leave --enable-dbo out"),
-        (parallel.world_size > 1, "tensor and pipeline parallelism, which no test has run with it",
-         "leave --tensor-parallel-size and --pipeline-parallel-size out, or use `python -m sluice serve` under "
-         "torchrun"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism, which no test has run with it",
+         "leave --pipeline-parallel-size out; --tensor-parallel-size is served"),
         (attention.backend not in (None, AttentionBackendEnum.CUSTOM) or bool(attention.backend_per_kind),
          "another attention backend", "give --attention-backend CUSTOM"),
         (attention.use_non_causal, "attention that is not causal", "leave use_non_causal out"),

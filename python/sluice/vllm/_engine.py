@@ -49,12 +49,13 @@ def make_engine(config: Any, layers: Sequence[Any], settings: Settings, device: 
 def engine_options(config: Any, layers: Sequence[Any], settings: Settings, device: torch.device) -> EngineOptions:
     """All but `near_bytes`, which depends on the memory that a GPU has."""
     scheduler, context = config.scheduler_config, config.model_config.max_model_len
+    host_bytes = settings.host_bytes // config.parallel_config.tensor_parallel_size
     windows = [each.sliding_window if each.sliding_window and each.sliding_window < context else 0 for each in layers]
     options = {"dense_tokens": DENSE_AUTO if settings.policy == "sluice" and device.type != "cpu" else 0,
                "kv_dtype": kv_dtype(layers, device), **settings.options}
     made = EngineOptions(
         layers=len(layers), **_shape(layers), **_logits(layers), windows=windows if any(windows) else None,
-        device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", host_bytes=settings.host_bytes,
+        device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", host_bytes=host_bytes,
         near_bytes=settings.near_bytes if device.type == "cpu" else None, sequences=scheduler.max_num_seqs,
         in_flight=2, window_slack=0,
         largest=Bucket(decode_rows=scheduler.max_num_seqs, prefill_rows=scheduler.max_num_batched_tokens,
@@ -112,7 +113,7 @@ def block_bytes(engine: Engine, config: Any, small: int) -> int:
     pages = -(-(context + 2 * block_tokens) // shares.page_tokens)
     needed = shares.page_blocks * pages + shares.window_blocks * min(pages, shares.window_pages)
     if needed > shares.pages:
-        host = engine.options.host_bytes
+        host = engine.options.host_bytes * config.parallel_config.tensor_parallel_size
         raise OutOfCapacity(f"{OWNER}host_bytes is {host:,}, which do not hold a sequence of {context:,} tokens; give "
                             f"{-(-host * needed // shares.pages):,} at least, or a smaller --max-model-len")
     return shares.pages * shares.page_tokens * small // ((shares.page_blocks + shares.window_blocks) * block_tokens)

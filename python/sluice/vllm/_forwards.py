@@ -2,6 +2,7 @@
 
 A step of vLLM is one forward:
 
+    known, expect    of prompts, when vLLM schedules the step
     start(ended)     requests that have ended or lost their memory give up their sequences
     plan(rows)       once, when vLLM builds its metadata
     attend(...)      once for each layer; after an error the model runs on, with attention of 0
@@ -35,6 +36,14 @@ class Rows:
     prefill: bool  #: a chunk of a prompt, or of what was answered before the request was preempted
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What a request begins with."""
+
+    ids: Sequence[int]
+    salt: int  #: what keys and values depend on besides the ids
+
+
 @dataclass
 class _Flight:
     """A forward that is under way."""
@@ -60,6 +69,7 @@ class Forwards:
         self.engine, self._policy, self._ahead, self._goes_on = engine, policy, ahead, goes_on
         self._graphs = graphs
         self._sequences: dict[str, _Sequence] = {}
+        self._prompts: dict[str, Prompt] = {}  # Of requests whose first tokens are in the next step.
         self._leaving: list[int] = []  # Sequences without a request, which forwards under way may have.
         self._flights: deque[_Flight] = deque()
         self._failed: set[str] = set()
@@ -87,6 +97,15 @@ class Forwards:
         """Requests that have sequences."""
         return len(self._sequences)
 
+    def known(self, prompt: Prompt) -> int:
+        """How many of a prompt's first tokens need not come; whole pages, and never the last token."""
+        return self.engine.match_prefix(self._policy, prompt.ids, prompt.salt)
+
+    def expect(self, request: str, prompt: Prompt) -> None:
+        """In the next step a request begins, with the tokens behind those that are known now. Others may begin like
+        it then."""
+        self._prompts[request] = prompt
+
     def start(self, finished: Iterable[str], preempted: Iterable[str] = ()) -> None:
         """A step. Finished requests are not heard of again; preempted ones begin again with all their tokens."""
         for request in preempted:
@@ -94,6 +113,7 @@ class Forwards:
         for request in finished:
             self._leave(request)
             self._broken.discard(request)
+            self._prompts.pop(request, None)
         self._settle(self._ahead)
         self._running, self._rows, self._bucket, self._flight, self._error = True, [], None, None, None
 
@@ -164,11 +184,13 @@ class Forwards:
 
     def _sequence_of(self, rows: Rows) -> int:
         """The engine's number for a request, which has the tokens before these."""
-        kept = self._sequences.get(rows.request)
+        kept, prompt = self._sequences.get(rows.request), self._prompts.pop(rows.request, None)
         if rows.request in self._broken:
             # vLLM planned it before it was told of the failure: whatever comes of it is thrown away.
             self._leave(rows.request)
-            kept = None
+            kept = prompt = None
+        elif kept is None and prompt is not None:
+            kept = self._begin_with(rows, prompt)
         elif (kept.tokens if kept is not None else 0) != rows.first:
             raise InternalError(f"request {rows.request} goes on at token {rows.first}, and the engine has "
                                 f"{kept.tokens if kept is not None else 0}")
@@ -176,12 +198,23 @@ class Forwards:
             self._sequences[rows.request] = kept = _Sequence(self._begin())
         return kept.number
 
-    def _begin(self) -> int:
+    def _begin_with(self, rows: Rows, prompt: Prompt) -> _Sequence | None:
+        """A request whose first tokens are known. None: some of them have been forgotten, and it fails."""
+        # No more are found than vLLM was told of, though more may be known by now: it gives the others.
+        number = self._begin(prompt.ids[: rows.first + 1], prompt.salt)
+        self._sequences[rows.request] = kept = _Sequence(number, self.engine.tokens(number))
+        if kept.tokens != rows.first:
+            self._end_of([rows.request])
+            return None
+        self.engine.name_tokens(number, rows.first + 1, prompt.ids[rows.first + 1 :])
+        return kept
+
+    def _begin(self, *prompt: Any) -> int:
         try:
-            return self.engine.begin(self._policy)
+            return self.engine.begin(self._policy, *prompt)
         except OutOfCapacity:
             self._settle(0)
-            return self.engine.begin(self._policy)
+            return self.engine.begin(self._policy, *prompt)
 
     def _leave(self, request: str) -> bool:
         """Gives up a request's sequence, if it has one."""

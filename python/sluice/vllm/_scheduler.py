@@ -1,11 +1,19 @@
-"""vLLM's schedulers, told of requests whose forward has failed."""
+"""vLLM's schedulers, told of requests whose forward has failed, and of prompts that the engine knows."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as _AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as _Scheduler
+from vllm.v1.metrics.stats import PrefixCacheStats
+
+from sluice.vllm._backend import forwards_of
+from sluice.vllm._config import settings_of
+from sluice.vllm._prefixes import Prefixes
+
+logger = init_logger("vllm.sluice")
 
 FAILED = "sluice_failed"
 """Attribute of a ModelRunnerOutput: requests that are to end with an error."""
@@ -26,9 +34,29 @@ class _EndsFailed:
         return super().update_from_output(scheduler_output, model_runner_output)
 
 
-class Scheduler(_EndsFailed, _Scheduler):
+class _KnowsPrompts:
+    """Has the worker's engine asked what it knows of a prompt."""
+
+    def __init__(self, vllm_config: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(vllm_config, *arguments, **options)
+        forwards = forwards_of(vllm_config)
+        if not settings_of(vllm_config).prefixes:
+            return
+        if forwards is None:
+            logger.info("Every prompt is read whole: the worker, which knows others, is in another process.")
+            return
+        self.connector = Prefixes(forwards)
+        if self.log_stats:
+            self.connector_prefix_cache_stats = PrefixCacheStats()
+
+    def get_kv_connector(self) -> None:
+        """Nothing beside the scheduler has to do with it: workers have no part of it, and prompts need no hashes."""
+        return
+
+
+class Scheduler(_KnowsPrompts, _EndsFailed, _Scheduler):
     pass
 
 
-class AsyncScheduler(_EndsFailed, _AsyncScheduler):
+class AsyncScheduler(_KnowsPrompts, _EndsFailed, _AsyncScheduler):
     pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from sluice.errors import InvalidArgument, Unsupported
+from sluice.errors import Error, InvalidArgument, Unsupported
 from sluice.vllm._backend import Attention, link, unlink
 from sluice.vllm._config import BACKEND, refuse, settings_of
 from sluice.vllm._engine import block_bytes, in_order, make_engine
@@ -64,6 +65,10 @@ class Worker(_Worker):
             device_bytes = None
         else:
             device_bytes = super().determine_available_memory()
+        if self.parallel_config.world_size > 1:
+            # By these the engine takes its share of the machine's cores, unless the process is bound to some.
+            os.environ.setdefault("LOCAL_RANK", str(self.local_rank))
+            os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.parallel_config.local_world_size))
         specs = self.get_kv_cache_spec()
         layers = self._layers(in_order(specs))
         config, settings = self.vllm_config, self._link.settings
@@ -74,10 +79,11 @@ class Worker(_Worker):
             engine.close()
             raise
         scheduler, graphs = config.scheduler_config, config.compilation_config.cudagraph_mode
+        alone = config.parallel_config.world_size == 1
         self._link.layers = {layer.layer_name: number for number, layer in enumerate(layers)}
         self._link.forwards = Forwards(
             engine, settings.policy, ahead=int(bool(scheduler.async_scheduling)),
-            goes_on=str(scheduler.scheduler_cls).startswith("sluice.vllm."),
+            goes_on=alone and str(scheduler.scheduler_cls).startswith("sluice.vllm."),
             graphs=not current_platform.is_cpu() and graphs.has_full_cudagraphs())
         made = engine.options
         logger.info("Sluice keeps %d layers of keys and values (%s, policy %s) in %.2f GiB of host memory%s.",
@@ -94,6 +100,12 @@ class Worker(_Worker):
         try:
             result = super().execute_model(scheduler_output)
             raised = False
+        except Error:
+            if self.rank:
+                # vLLM reads the first rank's answer alone, and that waits for this one within the model.
+                logger.exception("Sluice failed on rank %d, which ends all.", self.rank)
+                raise SystemExit(1) from None
+            raise
         finally:
             forwards.stop(raised)
         return self._with_failed(result)

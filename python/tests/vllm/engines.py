@@ -57,6 +57,7 @@ def configured(model: Path, sluice: Mapping[str, Any] | None, **changes: Any) ->
 class Answer:
     tokens: list[int]
     reason: str | None  #: why it ended; None: it has not
+    known: int = 0  #: tokens of its prompt that were not computed
 
 
 class Engine:
@@ -85,16 +86,18 @@ class Engine:
     def forwards(self) -> Forwards:
         return self.link.forwards
 
-    def submit(self, ids: Sequence[int], sampling: SamplingParams) -> str:
+    def submit(self, ids: Sequence[int], sampling: SamplingParams, **prompt: Any) -> str:
+        """`prompt`: what else vLLM is told of it, such as `cache_salt`."""
         self._count += 1
-        return self.vllm.add_request(str(self._count), {"prompt_token_ids": list(ids)}, sampling) or str(self._count)
+        number = str(self._count)
+        return self.vllm.add_request(number, {"prompt_token_ids": list(ids), **prompt}, sampling) or number
 
     def run(self, given: Sequence[Sequence[int]], sampling: SamplingParams,
-            before: Callable[[int, list[str]], None] = lambda step, numbers: None) -> list[Answer]:
+            before: Callable[[int, list[str]], None] = lambda step, numbers: None, **prompt: Any) -> list[Answer]:
         """Answers to prompts; `before` is called with the number of each step, and the requests."""
         first = self._count
         for ids in given:
-            self.submit(ids, sampling)
+            self.submit(ids, sampling, **prompt)
         numbers = [str(first + 1 + index) for index in range(len(given))]
         answers = {number: Answer([], None) for number in numbers}
         for step in range(STEPS):
@@ -103,7 +106,8 @@ class Engine:
             before(step, numbers)
             for output in self.vllm.step():
                 told = output.outputs[0]
-                answers[output.request_id] = Answer(list(told.token_ids), told.finish_reason)
+                answers[output.request_id] = Answer(list(told.token_ids), told.finish_reason,
+                                                    output.num_cached_tokens or 0)
         return [answers[number] for number in numbers]
 
     def tokens(self, given: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:

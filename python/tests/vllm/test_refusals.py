@@ -38,11 +38,15 @@ def test_what_is_adapted(llama: Path) -> None:
     config = configured(llama, {"host_bytes": "8MiB"})
     assert settings_of(config).host_bytes == 8 << 20
     assert config.attention_config.backend == AttentionBackendEnum.CUSTOM
-    assert not config.cache_config.enable_prefix_caching
+    assert not config.cache_config.enable_prefix_caching and settings_of(config).prefixes
     assert config.scheduler_config.scheduler_cls == "sluice.vllm.Scheduler"
     before = repr(config)
     adapt(config)  # vLLM checks some configurations twice.
     assert repr(config) == before
+
+
+def test_known_prompts_are_left_out_where_vllm_is_to_leave_its_own_out(llama: Path) -> None:
+    assert not settings_of(configured(llama, {}, enable_prefix_caching=False)).prefixes
 
 
 def test_others_are_left_alone(llama: Path) -> None:
@@ -63,7 +67,7 @@ def test_the_second_model_runner_is_not_chosen(llama: Path, monkeypatch: pytest.
     ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
      "speculative decoding.*leave --speculative-config out"),
     ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8.*kv_dtype"),
-    ({"tensor_parallel_size": 2}, "tensor and pipeline parallelism.*torchrun"),
+    ({"pipeline_parallel_size": 2}, "pipeline parallelism.*--tensor-parallel-size is served"),
     ({"attention_backend": "FLASH_ATTN"}, "another attention backend.*CUSTOM"),
     ({"kv_cache_memory_bytes": 1 << 20}, "--kv-cache-memory-bytes.*host_bytes"),
     ({"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")}, "KV connectors"),

@@ -4,90 +4,21 @@ text, tools and JSON."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from servers import Server
 
-PYTHON = Path(__file__).parents[2]
-DEADLINE_S = 300.0
 WEATHER = {"type": "function", "function": {
     "name": "weather", "description": "The weather of a town.",
     "parameters": {"type": "object", "properties": {"town": {"enum": ["Delft", "Gouda"]}}, "required": ["town"],
                    "additionalProperties": False}}}
 SCHEMA = {"type": "object", "properties": {"open": {"type": "boolean"}, "gates": {"type": "integer", "maximum": 9}},
           "required": ["open", "gates"], "additionalProperties": False}
-
-
-def installed(folder: Path) -> Path:
-    """What pip leaves of the package's entry points, as pyproject.toml has them."""
-    project = tomllib.loads((PYTHON / "pyproject.toml").read_text())["project"]
-    information = folder / "sluice-0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: sluice\nVersion: 0\n")
-    (information / "entry_points.txt").write_text("".join(
-        f"[{group}]\n" + "".join(f"{name} = {what}\n" for name, what in points.items())
-        for group, points in project["entry-points"].items()))
-    return folder
-
-
-class Server:
-    """vLLM's server with these words."""
-
-    def __init__(self, folder: Path, model: Path, *words: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        path = os.pathsep.join([str(installed(folder)), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "INFO"}
-        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING")  # Processes as vLLM has them.
-        # What `vllm serve` runs. The command itself does not find its own version in packages for the CPU.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--worker-cls",
-             "sluice.vllm.Worker", "--attention-backend", "CUSTOM", "--host", "127.0.0.1", "--port", str(port),
-             "--served-model-name", "served", *words],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True)
-        self.said: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self.said.append(line)
-
-    def wait(self) -> None:
-        """Until it answers, or has ended."""
-        end = time.monotonic() + DEADLINE_S
-        while self.process.poll() is None and time.monotonic() < end:
-            try:
-                if httpx.get(f"{self.url}/health", timeout=10).status_code == 200:
-                    return
-            except httpx.TransportError:
-                time.sleep(0.5)
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
-
-    def close(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(30)
-        finally:
-            try:  # What it has started, if that has not ended by then.
-                os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +39,7 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def test_it_says_what_it_does(server: Server) -> None:
     said = "".join(server.said)
     assert re.search(r"Sluice keeps 30 layers of keys and values \(f32, policy full\) in 0.12 GiB of host memory", said)
-    assert "Prefix caching is switched off: Sluice" in said
+    assert "Every prompt is read whole: the worker, which knows others, is in another process" in said
     assert "Sluice.vllm" not in said and "Traceback" not in said
 
 
