@@ -46,6 +46,7 @@ class Front:
     api_keys: tuple[str, ...] = ()  #: of which clients must have one; none: all are served
     max_body: int | None = None  #: bytes of a request; None: by the model's context
     shared_prefixes: bool = False  #: prompts begin with what is known of any client's
+    secret: bytes | None = None  #: by which they are kept apart, if others have it, too
 
 
 class Answering:
@@ -57,7 +58,7 @@ class Answering:
         self._tokens = TokenBytes(tokenizer)
         # One thread: tokenizers are not to be used by two at once.
         self._reader = ThreadPoolExecutor(1, "sluice-tokenizer")
-        self._secret = secrets.token_bytes(32)
+        self._secret = front.secret or secrets.token_bytes(32)
         self._noted: set[str] = set()
         self._call_form: CallForm | Unsupported | None = None  # Found when the first tool comes.
         self._places = 0  # Of requests whose prompts are being read.
@@ -82,7 +83,8 @@ class Answering:
                     for each in prompts]
 
         def shown(ids: list[list[int]]) -> Shown:
-            texts = [each if isinstance(each, str) else self._tokenizer.decode(each, skip_special_tokens=True)
+            texts = [each if isinstance(each, str) else self._tokenizer.decode(
+                each, skip_special_tokens=True, clean_up_tokenization_spaces=False)
                      for each in prompts] if wants.echo else None
             return Shown(wants.logprobs is not None, wants.return_token_ids, texts, ids, usage=wants.ends_with_usage)
 
@@ -233,7 +235,9 @@ class Answering:
         `cached_tokens` and by how soon an answer comes. It cannot be guessed."""
         if self._front.shared_prefixes:
             return 0
-        who = [request.scope.get(KEY_NUMBER), wants.user, wants.safety_identifier, wants.prompt_cache_key]
+        number = request.scope.get(KEY_NUMBER)
+        key = None if number is None else self._front.api_keys[number]
+        who = [key, wants.user, wants.safety_identifier, wants.prompt_cache_key]
         digest = hashlib.blake2b(json.dumps(who).encode(), key=self._secret, digest_size=8).digest()
         return int.from_bytes(digest, "big")
 
