@@ -4,7 +4,8 @@
 `--`, and asks it from several threads. A model without a chat template gets one that knows tools. The resident memory
 of the web server and of the engine's process is taken every hundred requests. A line of JSON has all of it in MiB; the
 exit code is 1 if the newest quarter's median is more than `--growth` MiB above the second quarter's, or if an answer
-was none. It needs httpx and llguidance."""
+was none. On a CPU give `--dtype float32`: with bfloat16 torch keeps kernels for each number of rows that a forward has
+had, up to 1,024 of them, which are hundreds of MiB. It needs httpx and llguidance."""
 
 from __future__ import annotations
 
