@@ -8,7 +8,7 @@ import inspect
 import json
 import logging
 import secrets
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,16 +21,18 @@ from sluice.serving.answers import Form, Shown
 from sluice.serving.chat_parts import texts_of
 from sluice.serving.guard import KEY_NUMBER, Answer
 from sluice.serving.guides import grammar_of
+from sluice.serving.limits import Limits
 from sluice.serving.metrics import Metrics
 from sluice.serving.process import EngineLost, EngineProcess, Ready
-from sluice.serving.protocol import (MOST_CHOICES, ChatRequest, CompletionRequest, DetokenizeRequest, Refused,
-                                     TokenizeRequest)
-from sluice.serving.sending import Counted, Stream, pieces, unless_gone, whole
+from sluice.serving.protocol import (MOST_CHOICES, ChatRequest, Common, CompletionRequest, DetokenizeRequest,
+                                     Refused, TokenizeRequest)
+from sluice.serving.response_form import ResponseForm
+from sluice.serving.responses import ResponsesRequest
+from sluice.serving.sending import AnyForm, Counted, Stream, pieces, unless_gone, whole
 from sluice.serving.template import rendered
 from sluice.serving.tokens import TokenBytes
 from sluice.serving.tools import CallForm, call_form
 
-_LEAST_LONGEST = 16  # Characters: some texts become shorter before they become tokens.
 _MOST_NOTED = 64  # Names of fields, each of which is noted once.
 _log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class Front:
     api_keys: tuple[str, ...] = ()  #: of which clients must have one; none: all are served
     max_body: int | None = None  #: bytes of a request; None: by the model's context
     shared_prefixes: bool = False  #: prompts begin with what is known of any client's
+    secret: bytes | None = None  #: by which they are kept apart, if others have it, too
 
 
 class Answering:
@@ -55,13 +58,11 @@ class Answering:
         self._tokens = TokenBytes(tokenizer)
         # One thread: tokenizers are not to be used by two at once.
         self._reader = ThreadPoolExecutor(1, "sluice-tokenizer")
-        self._secret = secrets.token_bytes(32)
+        self._secret = front.secret or secrets.token_bytes(32)
         self._noted: set[str] = set()
         self._call_form: CallForm | Unsupported | None = None  # Found when the first tool comes.
         self._places = 0  # Of requests whose prompts are being read.
-        # No text of more characters fits: a token has no more than the longest.
-        longest = max(map(len, tokenizer.get_vocab()), default=0)
-        self._characters = ready.limit * max(longest, _LEAST_LONGEST)
+        self._limits = Limits(ready, tokenizer)
 
     def close(self) -> None:
         """Nothing more is read."""
@@ -75,22 +76,31 @@ class Answering:
             raise Refused(400, f"{len(prompts)} prompts with n {wants.n} are too many; {MOST_CHOICES} answers may be "
                                "asked for at once", param="prompt")
         for each in prompts:
-            self._check_length(each, "prompt")
+            self._limits.check_length(each, "prompt")
 
         async def read() -> list[list[int]]:
             return [await self._read(self._tokenizer.encode, each) if isinstance(each, str) else each
                     for each in prompts]
 
         def shown(ids: list[list[int]]) -> Shown:
-            texts = [each if isinstance(each, str) else self._tokenizer.decode(each, skip_special_tokens=True)
+            texts = [each if isinstance(each, str) else self._tokenizer.decode(
+                each, skip_special_tokens=True, clean_up_tokenization_spaces=False)
                      for each in prompts] if wants.echo else None
-            return Shown(wants.logprobs is not None, wants.return_token_ids, texts, ids)
+            return Shown(wants.logprobs is not None, wants.return_token_ids, texts, ids, usage=wants.ends_with_usage)
 
         return await self._answer(wants, request, read, len(prompts), shown)
 
-    async def chat(self, wants: ChatRequest, request: Request) -> Response:
+    async def respond(self, wants: ResponsesRequest, request: Request) -> Response:
+        chat = wants.chat()
+        self._note_unknown(wants)
+        return await self.chat(chat, request, lambda shown: ResponseForm(self._front.name, self._tokens, shown, wants))
+
+    async def chat(self, wants: ChatRequest, request: Request,
+                   form_of: Callable[[Shown], AnyForm] | None = None) -> Response:
+        """`form_of`: how the answer looks, if not as chats do."""
+        param = wants.prompt_field
         if not getattr(self._tokenizer, "chat_template", None):
-            raise Refused(400, "this model's tokenizer has no chat template; use /v1/completions", param="messages")
+            raise Refused(400, "this model's tokenizer has no chat template; use /v1/completions", param=param)
         messages = wants.texts()
         # Templates have variables; the function's own arguments, such as another template, are not for clients.
         own = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() & wants.chat_template_kwargs
@@ -98,18 +108,19 @@ class Answering:
             raise Refused(400, f"chat_template_kwargs may not have {', '.join(sorted(own))}",
                           param="chat_template_kwargs")
 
-        guide = self._grammar(wants.schema()) if wants.schema() is not None else None
+        schema = wants.schema()
+        guide = None if schema is None else self._grammar(schema, wants.format_field)
         options, begun = dict(wants.chat_template_kwargs), ""
         form, forced = None, wants.forced()
         if wants.tools and wants.tool_choice != "none":
             options["tools"] = wants.told_tools()
             form = await self._read(self._form_of_calls)
             if forced is not None:
-                guide, begun = self._grammar(form.schema(forced)), form.before
+                guide, begun = self._grammar(form.schema(forced), "tools"), form.before
 
         def tokens() -> list[int]:
             text = rendered(self._tokenizer, messages, **options) + begun
-            self._check_length(text, "messages")
+            self._limits.check_length(text, param)
             return self._tokenizer.encode(text, add_special_tokens=False)
 
         async def read() -> list[list[int]]:
@@ -118,17 +129,17 @@ class Answering:
             except Refused:
                 raise
             except InvalidArgument as error:
-                raise Refused(400, str(error), param="messages") from None
+                raise Refused(400, str(error), param=param) from None
             except Exception as error:  # Templates are programs, and refuse messages by raising what they like.
                 raise Refused(400, f"the model's chat template does not take these messages: {error}",
-                              param="messages") from None
+                              param=param) from None
 
         def shown(ids: list[list[int]]) -> Shown:
             most = 1 if wants.parallel_tool_calls is False else None
             return Shown(bool(wants.logprobs), wants.return_token_ids, None, ids, form, wants.told_tools(),
-                         forced is not None, most)
+                         forced is not None, most, wants.ends_with_usage)
 
-        return await self._answer(wants, request, read, 1, shown, guide=guide, special=form is not None)
+        return await self._answer(wants, request, read, 1, shown, form_of, guide=guide, special=form is not None)
 
     def _form_of_calls(self) -> CallForm:
         """@throws Refused if the model calls no tools"""
@@ -142,13 +153,13 @@ class Answering:
         return self._call_form
 
     @staticmethod
-    def _grammar(schema: Any) -> str:
+    def _grammar(schema: Any, param: str) -> str:
         try:
             return grammar_of(schema)
         except Unsupported as error:
-            raise Refused(400, str(error), code="unsupported_parameter", param="response_format") from None
+            raise Refused(400, str(error), code="unsupported_parameter", param=param) from None
         except InvalidArgument as error:
-            raise Refused(400, str(error), param="response_format") from None
+            raise Refused(400, str(error), param=param) from None
 
     async def tokenize(self, wants: TokenizeRequest) -> Response:
         self.check_model(wants.model or self._front.name)
@@ -161,7 +172,7 @@ class Answering:
 
         if wants.messages and not getattr(self._tokenizer, "chat_template", None):
             raise Refused(400, "this model's tokenizer has no chat template", param="messages")
-        self._check_length(wants.prompt or "", "prompt")
+        self._limits.check_length(wants.prompt or "", "prompt")
         try:
             ids = await self._read(read)
         except Refused:
@@ -173,11 +184,11 @@ class Answering:
 
     async def detokenize(self, wants: DetokenizeRequest) -> Response:
         self.check_model(wants.model or self._front.name)
-        self._check_tokens(wants.tokens, "tokens")
+        self._limits.check_tokens(wants.tokens, "tokens")
         return Answer({"prompt": await self._read(lambda: self._tokenizer.decode(
             wants.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))})
 
-    def _note_unknown(self, wants: CompletionRequest | ChatRequest) -> None:
+    def _note_unknown(self, wants: Common) -> None:
         """Fields of other servers are ignored, each with a note the first time."""
         for name in wants.unknown():
             name = ascii(name[:80])
@@ -190,7 +201,8 @@ class Answering:
 
     async def _answer(self, wants: CompletionRequest | ChatRequest, request: Request,
                       read: Callable[[], Coroutine[Any, Any, list[list[int]]]], prompts: int,
-                      shown: Callable[[list[list[int]]], Shown], **sampling: Any) -> Response:
+                      shown: Callable[[list[list[int]]], Shown],
+                      form_of: Callable[[Shown], AnyForm] | None = None, **sampling: Any) -> Response:
         """`read`: makes the tokens of as many prompts. `sampling`: more of Sampling."""
         self.check_model(wants.model)
         self._note_unknown(wants)
@@ -204,25 +216,28 @@ class Answering:
             if tokens is None:
                 self.metrics.requests.labels("given_up").inc()
                 return Response(status_code=499)  # Which nobody gets.
-            self._check(wants, tokens)
+            self._limits.check(wants, tokens)
             try:
                 answers = self.engine.answer(tokens, samplings, self._salt(wants, request))
             except EngineLost:
                 self.metrics.requests.labels("failed").inc()
                 raise
-        form = Form(self._front.name, isinstance(wants, ChatRequest), self._tokens, shown(tokens), wants.n)
+        told = shown(tokens)
+        form = Form(self._front.name, isinstance(wants, ChatRequest), self._tokens, told, wants.n) \
+            if form_of is None else form_of(told)
         counted = Counted(self.metrics, tokens, wants.n)
         if not wants.stream:
             return await unless_gone(request, whole(answers, form, counted)) or Response(status_code=499)
-        usage = wants.stream_options is not None and wants.stream_options.include_usage
-        return Stream(answers, counted, pieces(answers, form, counted, usage))
+        return Stream(answers, counted, pieces(answers, form, counted))
 
     def _salt(self, wants: CompletionRequest | ChatRequest, request: Request) -> int:
         """Whose prompts begin with what is known of each other's: what is found tells of prompts that others sent, by
         `cached_tokens` and by how soon an answer comes. It cannot be guessed."""
         if self._front.shared_prefixes:
             return 0
-        who = [request.scope.get(KEY_NUMBER), wants.user, wants.safety_identifier, wants.prompt_cache_key]
+        number = request.scope.get(KEY_NUMBER)
+        key = None if number is None else self._front.api_keys[number]
+        who = [key, wants.user, wants.safety_identifier, wants.prompt_cache_key]
         digest = hashlib.blake2b(json.dumps(who).encode(), key=self._secret, digest_size=8).digest()
         return int.from_bytes(digest, "big")
 
@@ -244,38 +259,3 @@ class Answering:
         if name != self._front.name:
             raise Refused(404, f'there is no model "{name}"; this server has "{self._front.name}"',
                           code="model_not_found", param="model")
-
-    def _check_length(self, prompt: str | list[int], param: str) -> None:
-        """Refuses what cannot fit, before it is made tokens of."""
-        if not isinstance(prompt, str):
-            return
-        if len(prompt) > self._characters:
-            raise Refused(400, f"the prompt has {len(prompt)} characters, which are more than the model's "
-                               f"{self._ready.limit} tokens", code="context_length_exceeded", param=param)
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise Refused(400, "the prompt has a surrogate without its other half, which is no text", param=param) \
-                from None
-
-    def _check(self, wants: CompletionRequest | ChatRequest, prompts: list[list[int]]) -> None:
-        """Refuses what the engine would, before anything is sent."""
-        param = "messages" if isinstance(wants, ChatRequest) else "prompt"
-        limit = self._ready.limit
-        for ids in prompts:
-            if not ids:
-                raise Refused(400, "the prompt has no tokens; it must have one", param=param)
-            # A limit that the request did not set is cut to the room that there is.
-            most = wants._most() if wants.model_fields_set & {"max_tokens", "max_completion_tokens"} else None
-            if len(ids) + (most or 1) > limit and (len(ids) >= limit or most is not None):
-                asked = f", and {most} more are asked for" if most else ""
-                raise Refused(400, f"the prompt has {len(ids)} tokens{asked}; prompt and answer together may have "
-                                   f"{limit}", code="context_length_exceeded", param=param)
-            self._check_tokens(ids, param)
-        self._check_tokens(wants.logit_bias, "logit_bias")
-
-    def _check_tokens(self, ids: Collection[int], param: str) -> None:
-        last = self._ready.vocabulary - 1
-        strange = [token for token in (min(ids, default=0), max(ids, default=0)) if not 0 <= token <= last]
-        if strange:
-            raise Refused(400, f"token {strange[0]} is none of the model's, which are in [0, {last}]", param=param)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sluice.serving.requests import Chosen, Event
@@ -25,6 +25,35 @@ class Shown:
     tools: Sequence[Tool] = ()  #: of these,
     begun: bool = False  #: and do so: the prompt has the call's beginning
     most_calls: int | None = None
+    usage: bool = False  #: a stream ends with it
+
+
+class CallsIn:
+    """The calls of tools in one answer, if it may have some."""
+
+    def __init__(self, shown: Shown) -> None:
+        self._text = None if shown.calls is None else CallText(shown.calls, shown.tools, shown.begun)
+        self._most = shown.most_calls
+
+    def push(self, text: str, finish: str | None) -> tuple[str, list[dict[str, Any]], str | None]:
+        """Text that is told now, calls, which come with the end, and why it ends."""
+        if self._text is None:
+            return text, [], finish
+        text, calls = self._text.push(text), []
+        if finish is not None:
+            left, calls = self._text.end()
+            text += left
+        return text, [call.told() for call in calls[: self._most]], "tool_calls" if calls and finish == "stop" else finish
+
+
+def entry(tokens: TokenBytes, chosen: Chosen) -> dict[str, Any]:
+    """A token's probability and those of the most likely ones."""
+    def one(token: int, logprob: float | None) -> dict[str, Any]:
+        # Texts have no bytes of tokens that they leave out.
+        told = None if tokens.is_special(token) else list(tokens.of(token))
+        return {"token": tokens.name(token), "logprob": logprob, "bytes": told}
+
+    return {**one(chosen.token, chosen.logprob), "top_logprobs": [one(*pair) for pair in chosen.top]}
 
 
 @dataclass
@@ -32,14 +61,15 @@ class _Choice:
     """What has been told of one answer."""
 
     offsets: Offsets
-    calls: CallText | None
+    calls: CallsIn
     characters: int = 0
     begun: bool = False
-    told_calls: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Form:
     """How the answers to one request look."""
+
+    done: bytes | None = b"data: [DONE]\n\n"  #: what ends a stream
 
     def __init__(self, model: str, chat: bool, tokens: TokenBytes, shown: Shown, choices: int = 1) -> None:
         """`choices`: answers to each prompt."""
@@ -61,49 +91,48 @@ class Form:
         return {**self._head, "object": "chat.completion" if self._chat else "text_completion", "choices": told,
                 "usage": usage}
 
-    def piece(self, index: int, event: Event) -> dict[str, Any] | None:
-        """None if there is nothing to tell of an event."""
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """What a stream begins with."""
+        yield from ()
+
+    def pieces(self, index: int, event: Event) -> Iterator[dict[str, Any]]:
+        """What a stream tells of an event."""
         choice = self._choice(index)
         first, choice.begun = not choice.begun, True
         text, calls, finish = self._said(index, event)
         beside = self._beside(index, text, event, first)
         if not (text or calls or finish or event.tokens or first):
-            return None
+            return
         delta: dict[str, Any] = {"content": text} if text or not (finish or calls) else {}
         if calls:
             delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
         if first:
             delta = {"role": "assistant", **delta}
         body = {"delta": delta} if self._chat else {"text": text}
-        return self._pieces([{"index": index, **body, **beside, "finish_reason": finish}])
+        yield self._piece([{"index": index, **body, **beside, "finish_reason": finish}])
 
-    def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The piece that ends a stream which is to tell it."""
-        return {**self._pieces([]), "usage": usage}
+    def end(self, usage: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """What a stream ends with."""
+        if self._shown.usage:
+            yield {**self._piece([]), "usage": usage}
+
+    def failed(self, error: dict[str, Any]) -> dict[str, Any]:
+        """What a stream ends with that cannot go on. `error`: as other answers have it."""
+        return error
 
     def _choice(self, index: int) -> _Choice:
         if index not in self._choices:
-            shown = self._shown
-            calls = None if shown.calls is None else CallText(shown.calls, shown.tools, shown.begun)
-            self._choices[index] = _Choice(Offsets(self._tokens), calls)
+            self._choices[index] = _Choice(Offsets(self._tokens), CallsIn(self._shown))
         return self._choices[index]
 
     def _said(self, index: int, event: Event) -> tuple[str, list[dict[str, Any]], str | None]:
         """Text, calls of tools and why it ends."""
-        choice, text, finish = self._choice(index), event.text, event.finish
+        choice, text = self._choice(index), event.text
         if self._shown.echo is not None and not choice.characters and not choice.offsets.begun:
             text = self._shown.echo[index // self._per_prompt] + text
-        if choice.calls is None:
-            return text, [], finish
-        text, calls = choice.calls.push(text), []
-        if finish is not None:
-            left, calls = choice.calls.end()
-            text += left
-        if calls and finish == "stop":
-            finish = "tool_calls"
-        return text, [call.told() for call in calls[: self._shown.most_calls]], finish
+        return choice.calls.push(text, event.finish)
 
-    def _pieces(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices}
 
@@ -126,9 +155,7 @@ class Form:
             choice.offsets.begun = True
             return None
         if self._chat:
-            return {"content": [{**self._entry(each.token, each.logprob),
-                                 "top_logprobs": [self._entry(*pair) for pair in each.top]} for each in tokens],
-                    "refusal": None}
+            return {"content": [entry(self._tokens, each) for each in tokens], "refusal": None}
         return {"tokens": [self._tokens.name(each.token) for each in tokens],
                 "token_logprobs": [each.logprob for each in tokens],
                 "text_offset": choice.offsets.push([each.token for each in tokens], choice.characters),
@@ -146,8 +173,3 @@ class Form:
             taken = name in likely or name == own and token != chosen.token
             likely[f"token_id:{token}" if taken else name] = value
         return likely
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        # Texts have no bytes of tokens that they leave out.
-        told = None if self._tokens.is_special(token) else list(self._tokens.of(token))
-        return {"token": self._tokens.name(token), "logprob": logprob, "bytes": told}

@@ -1,4 +1,4 @@
-"""The web server: OpenAI's completions and chat completions over an engine in another process."""
+"""The web server: OpenAI's completions, chat completions and responses over an engine in another process."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from sluice.serving.described import describe
 from sluice.serving.guard import Answer, BodyRefused, Guard, body_limit
 from sluice.serving.process import EngineLost, EngineProcess, Ready
 from sluice.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Refused, TokenizeRequest
+from sluice.serving.responses import ResponsesRequest
 from sluice.serving.sending import lost
 
 
@@ -67,6 +68,10 @@ def _add_routes(app: FastAPI, answering: Answering, ready: Ready, front: Front) 
     @routes.post("/chat/completions")
     async def chat_completions(wants: ChatRequest, request: Request) -> Response:
         return await answering.chat(wants, request)
+
+    @routes.post("/responses")
+    async def responses(wants: ResponsesRequest, request: Request) -> Response:
+        return await answering.respond(wants, request)
 
     @app.post("/tokenize")
     async def tokenize(wants: TokenizeRequest) -> Response:

@@ -183,6 +183,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
                     slowdown=arguments.slowdown, device=device, dtype=arguments.dtype,
                     trust_remote_code=arguments.trust_remote_code,
                     graphs=arguments.graphs, compile=arguments.compile, prefix=not arguments.no_prefix_cache,
+                    disk=getattr(arguments, "disk", None), disk_bytes=getattr(arguments, "disk_bytes", None) or 0,
                     silence_s=getattr(arguments, "silence", Settings.silence_s), options=options)
 
 

@@ -45,6 +45,9 @@ def add_commands(commands: Any) -> None:
     serve_command.add_argument("--shared-prefixes", action="store_true", help="prompts begin with what is known of any "
                                "client's, which tells clients of each other's")
     serve_command.add_argument("--max-body", type=size, help="bytes of a request (128 for a token of the context)")
+    serve_command.add_argument("--disk", type=file, metavar="DIR", help="a folder for prefixes of prompts that host "
+                               "memory has no room for; servers may share it")
+    serve_command.add_argument("--disk-bytes", type=size, help="that they may take there")
     serve_command.add_argument("--connections", type=number(int, 1), help="at once; with more /health and /metrics "
                                "alone are served (1024, or twice what may be under way; and what ulimit -n leaves)")
     serve_command.add_argument("--silence", type=number(float, 0.1), default=600, metavar="SECONDS",
@@ -99,6 +102,19 @@ def api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
     return keys
 
 
+def disk_secret(arguments: argparse.Namespace) -> bytes | None:
+    """Of the servers that share --disk; None without one."""
+    if (arguments.disk is None) != (arguments.disk_bytes is None):
+        raise InvalidArgument("--disk and --disk-bytes belong together; give both, or neither")
+    if arguments.disk is None:
+        return None
+    if arguments.no_prefix_cache:
+        raise InvalidArgument("--disk is for prefixes, and --no-prefix-cache keeps none; leave one of them out")
+    from sluice.serving.disk import secret_of
+
+    return secret_of(arguments.disk)
+
+
 def name_of(model: str) -> str:
     """The folder's, even if that is called "." or ends with a slash, or the file's."""
     return Path(model).resolve().name.removesuffix(GGUF)
@@ -136,7 +152,7 @@ def serve(arguments: argparse.Namespace) -> int:
             engine.close_in(_DRAIN_S)
             super().handle_exit(sig, frame)
 
-    keys = api_keys(arguments)
+    keys, secret = api_keys(arguments), disk_secret(arguments)
     settings = settings_of(arguments)
     listener = listen(arguments.host, arguments.port)  # An address that is taken is told before a model is loaded.
     most = arguments.connections or max(1024, 2 * (arguments.sequences + arguments.queue))
@@ -148,7 +164,7 @@ def serve(arguments: argparse.Namespace) -> int:
         tokenizer = load_tokenizer(arguments.model, arguments.trust_remote_code)
         ready = engine.ready()
         name = arguments.name or name_of(arguments.model)
-        front = Front(name, arguments.queue, keys, arguments.max_body, arguments.shared_prefixes)
+        front = Front(name, arguments.queue, keys, arguments.max_body, arguments.shared_prefixes, secret)
         app = create_app(engine, ready, tokenizer, front)
         host, port = listener.getsockname()[:2]
         near = "" if settings.device == "cpu" else f"{ready.near_bytes / 2**30:.2f} GiB of the GPU for near tokens, "

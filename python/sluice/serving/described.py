@@ -35,10 +35,15 @@ _MODEL = _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_
 _NUMBERS = {"anyOf": [_list(_TEXT), {"type": "null"}]}
 _MESSAGE = _object(role={"const": "assistant"}, content=_MAYBE_TEXT)
 
+_USAGE = _object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT)
+_RESPONSE = _object(id=_TEXT, object={"const": "response"}, created_at=_COUNT, model=_TEXT, status=_TEXT,
+                    output=_list(_object(type=_TEXT, id=_TEXT, status=_TEXT)), usage=_USAGE)
+
 #: Bodies of 200 by route, and other media types that one may have.
 _BODIES: dict[str, tuple[dict[str, Any] | None, str | None]] = {
     "/v1/completions": (_answer("text_completion", text=_TEXT), "text/event-stream"),
     "/v1/chat/completions": (_answer("chat.completion", message=_MESSAGE), "text/event-stream"),
+    "/v1/responses": (_RESPONSE, "text/event-stream"),
     "/v1/models": (_object(object={"const": "list"}, data=_list(_MODEL)), None),
     "/v1/models/{model}": (_MODEL, None),
     "/tokenize": (_object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT), token_strs=_NUMBERS), None),
@@ -55,7 +60,7 @@ def _statuses(route: str) -> list[int]:
         said.append(401)
     if route not in ("/health", "/metrics", "/v1/models"):
         said.append(404)
-    if route.endswith("completions"):
+    if route.endswith(("completions", "responses")):
         said.append(429)
     return sorted(said)
 

@@ -17,13 +17,16 @@ from transformers.distributed import DistributedConfig
 from sluice.errors import InvalidArgument
 from sluice.serving.adapters import with_adapter
 from sluice.serving.arguments import CannotLoad, NotInstalled, source
+from sluice.serving.disk import Folder
 from sluice.serving.loop import Loop
 from sluice.serving.model import PackedModel
 from sluice.serving.process import Ready, Settings
 from sluice.serving.ranks import START_S, Launch, join
 from sluice.serving.requests import Sampling
+from sluice.serving.sessions import signature_of
 from sluice.serving.sharded import ShardedModel
 from sluice.serving.template import turn_ends
+from sluice.serving.tier import DiskTier
 from sluice.serving.tokens import TokenBytes
 from sluice.serving.weights import refuse_incomplete
 
@@ -173,6 +176,8 @@ def _load_packed(settings: Settings) -> tuple[PackedModel, transformers.PreTrain
         raise InvalidArgument("--compile: a model that several processes share is not compiled; leave it out")
     if settings.adapter is not None:
         raise InvalidArgument("--adapter: a model that several processes share takes none; merge it into the weights")
+    if settings.disk is not None:
+        raise InvalidArgument("--disk: a model that several processes share keeps no prefixes there; leave it out")
     ranks = join(launch, settings.device, settings.silence_s)
     model, error = None, None
     try:
@@ -199,6 +204,10 @@ def load_loop(settings: Settings) -> tuple[Loop, Ready]:
         if why is not None:
             print(f"sluice: forwards run without {what}: {why}", file=sys.stderr, flush=True)
     tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
+    disk = None
+    if settings.disk is not None:
+        name = signature_of(packed, settings.model, settings.adapter)
+        disk = DiskTier(packed, Folder(settings.disk, settings.disk_bytes, name))
     loop = Loop(packed, tokenizer, end_ids=end_ids(model, tokenizer), prefix=settings.prefix,
-                slowdown=settings.slowdown)
+                slowdown=settings.slowdown, disk=disk)
     return loop, Ready(loop.limit, _defaults(model), packed.vocabulary, packed.engine.memory().near_pages)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sluice.admission import Admission, AdmissionOptions, TurnItem
 from sluice.errors import Error, InternalError, InvalidArgument, OutOfCapacity
-from sluice.options import PlanItem
+from sluice.serving.behind import Behind
 from sluice.serving.guides import Guides
 from sluice.serving.live import Live
 from sluice.serving.model import PackedModel
 from sluice.serving.requests import Chosen, Event, Request, Status
-from sluice.serving.sampling import choose, likelihoods
+from sluice.serving.rows import Rows
+from sluice.serving.sampling import choose
+
+if TYPE_CHECKING:
+    from sluice.serving.tier import DiskTier
 
 _HOPELESS = 3  # Turns in a row whose forwards failed, after which a loop is no longer worth asking.
 
@@ -28,14 +32,14 @@ class Loop:
     told of a request has always passed `Engine.finish`, and a forward that has is never repeated."""
 
     def __init__(self, model: PackedModel, tokenizer: Any, *, end_ids: Iterable[int] = (), prefix: bool = True,
-                 slowdown: float = 0) -> None:
+                 slowdown: float = 0, disk: DiskTier | None = None) -> None:
         """`end_ids`: tokens with which the model ends an answer. `prefix`: prompts begin with what is known of them.
-        `slowdown`: as AdmissionOptions has it."""
+        `slowdown`: as AdmissionOptions has it. `disk`: has what is known and memory has no room for."""
         self._model, self._engine, self._tokenizer = model, model.engine, tokenizer
-        self._end_ids, self._prefix = frozenset(end_ids), prefix
+        self._end_ids, self._prefix, self._disk = frozenset(end_ids), prefix, disk
         self._guides = Guides(tokenizer, model.vocabulary, self._end_ids)
         self._live: dict[int, Live] = {}
-        self._behind: dict[int, list[Request]] = {}  # Those that wait for another's prompt.
+        self._behind = Behind()
         shares = dataclasses.replace(AdmissionOptions.of(self._engine), slowdown=slowdown)
         self._admission = Admission(shares)
         self._page_bytes = self._engine.memory().far_pages // shares.pages
@@ -65,7 +69,7 @@ class Loop:
                                   f"have {self.limit}; shorten it")
         leader = self._live.get(request.after)
         if leader is not None and leader.past.answered == 0 and self._prefix:
-            self._behind.setdefault(request.after, []).append(request)
+            self._behind.add(request)
             return
         room = self.limit - len(request.prompt)
         most = request.sampling.max_tokens
@@ -80,8 +84,7 @@ class Loop:
         if live is not None:
             self._admission.end(number)
             self._drop(live)
-        for waiting in self._behind.values():
-            waiting[:] = [request for request in waiting if request.number != number]
+        self._behind.remove(number)
 
     def close(self) -> None:
         """Gives up what has not ended, and all memory; the model's other ranks end."""
@@ -120,9 +123,10 @@ class Loop:
 
     def status(self) -> Status:
         running = sum(live.sequence is not None for live in self._live.values())
-        waiting = len(self._live) - running + sum(map(len, self._behind.values()))
+        waiting = len(self._live) - running + len(self._behind)
         return Status(running, waiting, self._forwards, self._failed, self._preemptions, self._model.graph_captures,
-                      self._model.graph_replays, self._engine.memory(), dataclasses.asdict(self._engine.stats()))
+                      self._model.graph_replays, self._engine.memory(), dataclasses.asdict(self._engine.stats()),
+                      {} if self._disk is None else dict(self._disk.figures))
 
     def step(self) -> list[Event]:
         """Runs a forward, if there is something to do, and tells what came of it."""
@@ -134,12 +138,16 @@ class Loop:
         items = self._admission.next()
         if items:
             self._turn(items)
+        if self._disk is not None:
+            self._disk.spill()
         events, self._events = self._events, []
         return events
 
     def _begin(self, live: Live) -> None:
         try:
             live.named = self._prefix and not live.unread(0, len(live.ids))
+            if live.named and self._disk is not None:
+                self._disk.bring(live.ids, live.request.salt)
             live.sequence = self._model.begin(live.ids if live.named else None, live.request.salt)
         except Error as error:
             self._fail(live, error)
@@ -153,8 +161,15 @@ class Loop:
     def _rest(self, live: Live) -> None:
         """Gives a sequence's memory back. It begins again with all tokens it has, as a prompt."""
         self._preemptions += 1
+        self._let_go(live)
+
+    def _let_go(self, live: Live) -> None:
+        """Of a sequence. What is known of it stays for others, until its memory is needed."""
+        tokens = 0 if self._disk is None else self._engine.tokens(live.sequence)
         self._model.end(live.sequence)
         live.sequence = None
+        if self._disk is not None and live.named:
+            self._disk.let_go(live.ids[:tokens], live.request.salt)
 
     def _turn(self, items: list[TurnItem]) -> None:
         lives = [self._live[item.request] for item in items]
@@ -229,38 +244,18 @@ class Loop:
 
     def _forward(self, items: list[TurnItem]) -> torch.Tensor:
         """The logits of items that have an output. If it fails, the engine has none of the items' tokens."""
-        ids: list[int] = []
-        kept: list[int] = []  # Rows whose logits are wanted,
-        outputs: list[int] = []  # and which of those are outputs; others are of prompts.
-        told: list[tuple[Live, range]] = []
-        for item in items:
-            live = self._live[item.request]
-            new = live.ids[item.first : item.first + item.tokens]
-            unread = live.unread(item.first, item.tokens)
-            told.append((live, unread))
-            kept.extend(len(ids) + place - 1 - item.first for place in unread)
+        lives = [self._live[item.request] for item in items]
+        for item, live in zip(items, lives):
             if live.named:
                 # Names of a prompt again, too: a forward that failed has taken them along.
-                self._model.name_tokens(live.sequence, item.first, new)
-            ids.extend(new)
-            if item.output:
-                outputs.append(len(kept))
-                kept.append(len(ids) - 1)
+                self._model.name_tokens(live.sequence, item.first, live.ids[item.first : item.first + item.tokens])
+        rows = Rows(items, lives)
         self._forwards += 1
         began = time.monotonic()
-        number, logits = self._model.run([PlanItem(self._live[item.request].sequence, item.tokens, item.prefill)
-                                          for item in items], ids, kept)
+        number, logits = self._model.run(rows.plan, rows.ids, rows.kept)
         self._model.finish(number)
         self._took_s = time.monotonic() - began
-        if len(outputs) == len(kept):
-            return logits
-        at = 0
-        for item, (live, unread) in zip(items, told):
-            if unread:
-                most = live.request.sampling.prompt_logprobs
-                live.read(likelihoods(logits[at : at + len(unread)], [live.ids[place] for place in unread], most))
-            at += len(unread) + item.output
-        return logits[outputs]
+        return rows.outputs(logits)
 
     def _take(self, live: Live, chosen: Chosen | None, gone: bool) -> None:
         """A new token of an answer. `gone`: admission has let go of the request."""
@@ -292,15 +287,10 @@ class Loop:
         number = live.request.number
         del self._live[number]
         if live.sequence is not None:
-            self._model.end(live.sequence)
+            self._let_go(live)
         self._follow(number, live.past.answered > 0)
 
     def _follow(self, number: int, read: bool) -> None:
-        """Those that waited for this request's prompt come. If no request has read it, the first of them does."""
-        waiting = self._behind.pop(number, [])
-        if not read and len(waiting) > 1:
-            self._behind[waiting[0].number] = [dataclasses.replace(request, after=waiting[0].number)
-                                               for request in waiting[1:]]
-            waiting = waiting[:1]
-        for request in waiting:
+        """Those that waited for this request's prompt come."""
+        for request in self._behind.take(number, read):
             self.submit(request)

@@ -53,6 +53,10 @@ class Metrics:
         for kind, value in status.stats.items():
             engine.add_metric([kind], value)
         yield engine
+        disk = GaugeMetricFamily("sluice_disk", "Prefixes on disk, by kind", labels=["kind"])
+        for kind, value in status.disk.items():
+            disk.add_metric([kind], value)
+        yield disk
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

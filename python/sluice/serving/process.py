@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sluice.errors import Error
@@ -39,6 +40,8 @@ class Settings:
     compile: bool = False  #: the model is compiled by torch
     prefix: bool = True  #: prompts begin with what is known of them
     adapter: str | None = None  #: a folder of peft's
+    disk: Path | None = None  #: a folder for prefixes that host memory has no room for
+    disk_bytes: int = 0  #: and what they may take there
     silence_s: float = 600  #: a process that says nothing for as long, longer than a forward takes, is lost
     options: dict[str, Any] = field(default_factory=dict)  #: others of EngineOptions
 

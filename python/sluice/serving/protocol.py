@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import secrets
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, Strict,
                       StringConstraints, TypeAdapter, ValidationError, model_validator)
@@ -17,7 +17,7 @@ from sluice.serving.chat_parts import NamedTool, ResponseFormat, ToolOf, texts_o
 from sluice.serving.fields import Nullable, Refused, written
 from sluice.serving.requests import MOST_LOGPROBS, Sampling
 
-MOST_CHOICES = 128
+MOST_CHOICES = MOST_TOOLS = 128
 _MOST_TOKENS = 1 << 24  # Longer than any context; the model's own is known later.
 _MOST_BIASES = 300
 _Stop = Annotated[str, StringConstraints(max_length=1024)]
@@ -32,7 +32,7 @@ _Biases = dict[int, Annotated[float, Strict(), Field(ge=-100, le=100)]]
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 _Token = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
 _Tokens = Annotated[list[_Token], Field(max_length=_MOST_TOKENS), FailFast()]
-_Tools = Annotated[list[ToolOf], Field(max_length=128), FailFast()]
+_Tools = Annotated[list[ToolOf], Field(max_length=MOST_TOOLS), FailFast()]
 _Texts = Annotated[list[Annotated[str, Strict()]], FailFast()]
 _PROMPTS = {str: TypeAdapter(_Texts), int: TypeAdapter(_Tokens),
             list: TypeAdapter(Annotated[list[_Tokens], FailFast()])}
@@ -73,8 +73,8 @@ class StreamOptions(Nullable):
     include_obfuscation: bool = False
 
 
-class _Request(Nullable):
-    """What both kinds have. The second half are extensions that other servers have, too."""
+class Common(Nullable):
+    """What all kinds have. The second half are extensions that other servers have, too."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -117,10 +117,16 @@ class _Request(Nullable):
         """Names of fields that are not known."""
         return list(self.model_extra or {})
 
+    @property
+    def ends_with_usage(self) -> bool:
+        """Of a stream."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
     def _tells(self) -> int | None:
         raise NotImplementedError
 
-    def _most(self) -> int | None:
+    def most(self) -> int | None:
+        """Tokens of the answer."""
         return self.max_tokens
 
     def samplings(self, defaults: dict[str, Any], choices: int, **more: Any) -> list[Sampling]:
@@ -130,7 +136,7 @@ class _Request(Nullable):
         wants["top_k"] = max(wants.get("top_k", 0), 0)  # Others' word for any is -1.
         seed = secrets.randbits(63) if self.seed is None else self.seed
         try:
-            first = Sampling(max_tokens=self._most(), min_tokens=self.min_tokens, stop=tuple(filter(None, self.stop)),
+            first = Sampling(max_tokens=self.most(), min_tokens=self.min_tokens, stop=tuple(filter(None, self.stop)),
                              stop_ids=frozenset(self.stop_token_ids), ignore_eos=self.ignore_eos,
                              presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
                              logit_bias=self.logit_bias, logprobs=self._tells(), **wants)
@@ -139,7 +145,9 @@ class _Request(Nullable):
         return [dataclasses.replace(first, seed=seed + choice) for choice in range(choices)]
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(Common):
+    prompt_field: ClassVar[str] = "prompt"
+
     prompt: Annotated[Any, PlainValidator(_prompt)]
     max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
@@ -155,7 +163,10 @@ class CompletionRequest(_Request):
         return super().samplings(defaults, choices, prompt_logprobs=told, **more)
 
 
-class ChatRequest(_Request):
+class ChatRequest(Common):
+    prompt_field: ClassVar[str] = "messages"
+    format_field: ClassVar[str] = "response_format"
+
     messages: Annotated[list[dict[str, Any]], Field(min_length=1), FailFast()]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -172,7 +183,7 @@ class ChatRequest(_Request):
             raise Refused(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def _most(self) -> int | None:
+    def most(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def texts(self) -> list[dict[str, Any]]:

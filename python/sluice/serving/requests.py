@@ -111,3 +111,4 @@ class Status:
     graph_replays: int = 0
     memory: Memory | None = None
     stats: dict[str, int] = field(default_factory=dict)  #: the engine's
+    disk: dict[str, int] = field(default_factory=dict)  #: DiskTier.figures, if there is one

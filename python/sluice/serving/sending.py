@@ -19,7 +19,9 @@ from sluice.serving.metrics import Metrics
 from sluice.serving.process import Answers, EngineLost
 from sluice.serving.protocol import Refused
 from sluice.serving.requests import Event
+from sluice.serving.response_form import ResponseForm
 
+AnyForm = Form | ResponseForm
 _T = TypeVar("_T")
 
 
@@ -63,7 +65,7 @@ class Counted:
                 "prompt_tokens_details": {"cached_tokens": cached}}
 
 
-async def whole(answers: Answers, form: Form, counted: Counted) -> Response:
+async def whole(answers: Answers, form: AnyForm, counted: Counted) -> Response:
     """One answer when all are complete."""
     heard: dict[int, list[Event]] = {}
     try:
@@ -87,20 +89,23 @@ def together(events: Sequence[Event]) -> Event:
                                tokens=tuple(token for event in events for token in event.tokens))
 
 
-async def pieces(answers: Answers, form: Form, counted: Counted, usage: bool) -> AsyncIterator[bytes]:
+async def pieces(answers: Answers, form: AnyForm, counted: Counted) -> AsyncIterator[bytes]:
     """Events of a stream as they come."""
     try:
+        for piece in form.begin():
+            yield said(piece)
         async for index, event in answers:
             counted.take(index, event)
-            if (piece := form.piece(index, event)) is not None:
+            for piece in form.pieces(index, event):
                 yield said(piece)
         counted.end("done")
-        if usage:
-            yield said(form.usage(counted.usage()))
+        for piece in form.end(counted.usage()):
+            yield said(piece)
     except (Refused, EngineLost) as error:
         counted.end("failed")
-        yield said((lost(error) if isinstance(error, EngineLost) else error).body)
-    yield b"data: [DONE]\n\n"
+        yield said(form.failed((lost(error) if isinstance(error, EngineLost) else error).body))
+    if form.done is not None:
+        yield form.done
 
 
 class Stream(StreamingResponse):
@@ -119,7 +124,9 @@ class Stream(StreamingResponse):
 
 
 def said(body: dict[str, Any]) -> bytes:
-    return b"data: " + encoded(body) + b"\n\n"
+    """An event of a stream; those of responses have names."""
+    name = f"event: {body['type']}\n".encode() if "type" in body else b""
+    return name + b"data: " + encoded(body) + b"\n\n"
 
 
 def lost(error: EngineLost) -> Refused:

@@ -133,11 +133,9 @@ class Session:
     """Keys and values in a file. They are shared by pages, as those of known prompts are."""
 
     def __init__(self, file: Path, model: PackedModel, name: str, adapter: str | None = None) -> None:
-        """`name`: the model's, a folder or a name that transformers knows. `adapter`: the folder of its adapter."""
+        """`name` and `adapter`: as `signature_of` has them."""
         self.file, self._model = file, model
-        prefill = model.engine.options.prefill_mode
-        made = signature(name) if adapter is None else f"{signature(name)} with {signature(adapter)}"
-        self._signature = f"transformers {made} {model.weights}; policy {model.policy}; prefill {prefill}"
+        self._signature = signature_of(model, name, adapter)
         self._keeps = 0  # Tokens of the file that the prompt has not; they must not be lost.
         self.failed = False
         """It could not be written. Who answers does so all the same."""
@@ -198,6 +196,13 @@ class Session:
     def _refusal(self, error: Error) -> Error:
         return type(error)(f"--session {self.file} is not of this prompt and model: {error}; give another file, or "
                            "remove this one")
+
+
+def signature_of(model: PackedModel, name: str, adapter: str | None = None) -> str:
+    """All that keys and values depend on besides tokens. `name`: the model's, a folder or a name that transformers
+    knows. `adapter`: the folder of its adapter."""
+    made = signature(name) if adapter is None else f"{signature(name)} with {signature(adapter)}"
+    return f"transformers {made} {model.weights}; policy {model.policy}; prefill {model.engine.options.prefill_mode}"
 
 
 def signature(model: str) -> str:

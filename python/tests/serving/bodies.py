@@ -12,6 +12,10 @@ _TEXTS = ("", "a", "the cat sat on the mat", "\ud800", "\0", "x" * 3000, "\u0661
 _NUMBERS = (0, 1, -1, 2, 0.5, 1.0, -0.0, 3.5, 127, 128, 129, 1 << 31, 1 << 63, -(1 << 63), 1 << 64,
             10**40, 1e308, 1e-320)
 
+#: What makes a request of each kind one that is answered.
+_ASKS = {"CompletionRequest": ("prompt", "a"), "ChatRequest": ("messages", [{"role": "user", "content": "a"}]),
+         "ResponsesRequest": ("input", "a")}
+
 
 class Bodies:
     """Of one seed."""
@@ -25,8 +29,7 @@ class Bodies:
         value = self._like({"$ref": f"#/components/schemas/{name}"}, 0)
         if isinstance(value, dict) and draw.random() < 0.5:  # So that most get as far as the engine.
             value = {"model": "tiny", **{key: each for key, each in value.items() if draw.random() < 0.2}}
-            value.setdefault("prompt" if name.startswith("Completion") else "messages",
-                             "a" if name.startswith("Completion") else [{"role": "user", "content": "a"}])
+            value.setdefault(*_ASKS[name])
             if draw.random() < 0.5:
                 value["model"] = "tiny"
         if isinstance(value, dict) and draw.random() < 0.5:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import re
 import threading
@@ -361,6 +362,17 @@ def test_tokens_of_texts_and_texts_of_tokens(site: Site) -> None:
                         ("detokenize", {"tokens": [5000]}), ("detokenize", {"tokens": ["a"]})):
         error_of(ask(path, **wants), 400)
     assert error_of(ask("tokenize", model="other", prompt="a"), 404)
+
+
+def test_tokens_that_are_echoed_are_their_text() -> None:
+    """Some tokenizers would take the spaces before punctuation out of what they decode."""
+    cleans = copy.deepcopy(tokenizer())
+    cleans.clean_up_tokenization_spaces = True
+    cleans.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    words = Words()
+    words.decode = cleans.decode
+    answer = Site(words).ask(prompt=tokenizer().encode("the cat ."), echo=True)
+    assert answer.json()["choices"][0]["text"] == "the cat .fine"
 
 
 def test_stops_that_are_empty(site: Site) -> None:

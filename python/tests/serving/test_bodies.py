@@ -17,7 +17,7 @@ from test_api import Site
 
 CASES = int(os.environ.get("SLUICE_TEST_CASES", "400"))  # More of them: SLUICE_TEST_CASES=100000.
 _JSON = {"content-type": "application/json"}
-_ROUTES = {"completions": "CompletionRequest", "chat/completions": "ChatRequest"}
+_ROUTES = {"completions": "CompletionRequest", "chat/completions": "ChatRequest", "responses": "ResponsesRequest"}
 
 
 @pytest.mark.parametrize("path", _ROUTES)
@@ -34,7 +34,8 @@ def test_bodies_at_random(path: str) -> None:
                 try:
                     answer = await client.post(f"/v1/{path}", content=body, headers=_JSON)
                     if answer.headers["content-type"].startswith("text/event-stream"):
-                        assert answer.status_code == 200 and answer.content.endswith(b"data: [DONE]\n\n")
+                        ends = b'"}}\n\n' if path == "responses" else b"data: [DONE]\n\n"
+                        assert answer.status_code == 200 and answer.content.endswith(ends), answer.content[-200:]
                     else:
                         check(description, f"/v1/{path}", answer.status_code, answer.content)
                 except Exception as error:

@@ -67,7 +67,8 @@ def told(ids: list[int], tops: dict[int, list[int]], text: str, chat: bool = Fal
     detokenizer, pieces = Detokenizer(tokenizer()), []
     pushed = [detokenizer.push(each) for each in ids]
     for part in (slice(0, cut), slice(cut, None)):
-        pieces.append(form.piece(0, Event(1, "".join(pushed[part]), tuple(chosen[part])))["choices"][0]["logprobs"])
+        event = Event(1, "".join(pushed[part]), tuple(chosen[part]))
+        pieces += [piece["choices"][0]["logprobs"] for piece in form.pieces(0, event)]
     return {name: [each for piece in pieces for each in piece[name]] for name in pieces[0]}
 
 

@@ -82,8 +82,7 @@ def answers(name: str, text: str, size: int | None, finish: str = "stop", **more
     events = [Event(1, text[at : at + size]) for at in range(0, len(text), size)] + [Event(1, finish=finish)]
     content, calls = "", []
     for event in events:
-        piece = form.piece(0, event)
-        if piece is not None:
+        for piece in form.pieces(0, event):
             choice = piece["choices"][0]
             content += choice["delta"].get("content") or ""
             calls += choice["delta"].get("tool_calls", [])

@@ -1,0 +1,155 @@
+"""Prefixes go from host memory to a folder before they give way, and come back for prompts that begin with them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sluice.admission import AdmissionOptions
+from sluice.errors import Corrupt, Error, NotFound, OutOfCapacity
+from sluice.serving.disk import HEAD_BYTES, Folder, page_digests
+
+if TYPE_CHECKING:
+    from sluice.serving.model import PackedModel
+
+_SHARE = 4  # Prefixes are written while less than one in so many of the pages are free or written already.
+_STEP_S = 0.5  # That a step writes for, and one prefix more.
+_PAUSE_S = 60.0  # After a disk has refused.
+
+
+class DiskTier:
+    """Of one loop, and its thread. What it cannot do costs time, and no answer.
+
+    The engine gives up first what was let go of first. So long as enough pages are free, or hold what is in the folder
+    already, nothing is written; then all that is not, the oldest first. A conversation whose turns come before that is
+    written once."""
+
+    def __init__(self, model: PackedModel, folder: Folder) -> None:
+        self._model, self._engine, self._folder = model, model.engine, folder
+        self._page_tokens = self._engine.options.page_tokens
+        self._block_bytes = self._engine.memory().far_pages // max(1, AdmissionOptions.of(self._engine).pages)
+        # In host memory alone, by the digest of all full pages: tokens and salt. The one let go of last comes last.
+        self._unwritten: OrderedDict[bytes, tuple[list[int], int]] = OrderedDict()
+        self._written_bytes = self._evicted = 0  # What was cached when all of it had been written, and evicted till then.
+        self._paused_until = 0.0
+        self.figures = {"written": 0, "found": 0, "found_tokens": 0, "refused": 0, "bytes": folder.bytes()}
+        """How many prefixes were written, came back, with how many tokens, and could not be written or read; and the bytes
+        of this model's in the folder."""
+
+        folder.look()
+        self._drop_damaged()
+        if others := folder.others():
+            self._say(f"{others} prefixes there are of other models, and stay")
+
+    def bring(self, ids: Sequence[int], salt: int) -> None:
+        """Has the engine know as much of a prompt as the folder has, if that is worth reading."""
+        known = self._engine.match_prefix(self._model.policy, ids, salt)
+        if len(ids) - known <= self._page_tokens or time.monotonic() < self._paused_until:
+            return
+        try:
+            self._folder.look()
+            self._drop_damaged()
+            found = self._folder.find(ids, page_digests(ids, self._page_tokens, salt))
+            if found is not None:
+                name, alike, tokens = found
+                if alike - known >= self._page_tokens and 2 * (alike - known) >= tokens:
+                    self._read(name, alike - known)
+        except OSError as error:
+            self._refused(f"cannot be read: {error.strerror or error}")
+
+    def _read(self, name: str, gain: int) -> None:
+        try:
+            self._model.end(self._engine.resume(self._folder.file(name), self._folder.model))
+        except OutOfCapacity:
+            return  # Others need the memory; the prompt is read.
+        except NotFound:
+            self._folder.delete(name)  # What is left of it.
+        except Corrupt as error:
+            self.figures["refused"] += 1
+            self._say(f"{self._folder.file(name).name} is damaged and is deleted: {error}")
+            self._folder.delete(name)
+        except Error as error:
+            self._refused(f"{self._folder.file(name).name} is not read: {error}")
+            self._folder.forget(name)
+        else:
+            self._folder.used(name)
+            self.figures["found"] += 1
+            self.figures["found_tokens"] += gain
+
+    def let_go(self, ids: Sequence[int], salt: int) -> None:
+        """A sequence of these tokens, which have names, has been ended. Shorter ones that it begins with are part of
+        it."""
+        ids = ids[: self._engine.match_prefix(self._model.policy, [*ids, 0], salt)]
+        digests = page_digests(ids, self._page_tokens, salt)
+        if not digests:
+            return
+        for each in digests:
+            self._unwritten.pop(each, None)
+        if not self._folder.has(self._folder.name_of(digests)):
+            self._unwritten[digests[-1]] = list(ids), salt
+
+    def spill(self) -> None:
+        """Writes what is about to give way, for a while."""
+        if not self._unwritten or time.monotonic() < self._paused_until or not self._short():
+            return
+        ends = time.monotonic() + _STEP_S
+        with self._folder.locked() as mine:
+            while mine and self._unwritten and time.monotonic() < ends:
+                ids, salt = next(iter(self._unwritten.values()))
+                if not self._write(ids, salt):
+                    break
+                self._unwritten.popitem(last=False)
+            self.figures["bytes"] = self._folder.bytes()
+        if not self._unwritten:
+            self._written_bytes = self._engine.memory().far_pages_cached
+            self._evicted = self._engine.stats().evicted_blocks
+
+    def _short(self) -> bool:
+        """Whether there are few pages left that cost nothing."""
+        memory = self._engine.memory()
+        free = memory.far_pages - memory.far_pages_used - memory.far_pages_cached
+        gone = (self._engine.stats().evicted_blocks - self._evicted) * self._block_bytes
+        return free + max(self._written_bytes - gone, 0) < memory.far_pages // _SHARE
+
+    def _write(self, ids: list[int], salt: int) -> bool:
+        """Whether it need not come again. The folder's lock is held."""
+        try:
+            sequence = self._model.begin([*ids, 0], salt)  # The last one is never among those that are found.
+        except OutOfCapacity:  # As many sequences live as may.
+            return False
+        name = ""
+        try:
+            ids = ids[: self._engine.tokens(sequence)]
+            digests = page_digests(ids, self._page_tokens, salt)
+            if not digests or self._folder.has(self._folder.name_of(digests)):
+                return True
+            bytes = self._engine.park_bytes(sequence, self._folder.model) + 4 * len(ids) + HEAD_BYTES
+            if self._folder.make_room(bytes):
+                name = self._folder.name_of(digests)
+                self._engine.park(sequence, self._folder.file(name), self._folder.model)
+                self._folder.add(name, ids, digests)
+                self.figures["written"] += 1
+            return True
+        except (Error, OSError) as error:
+            if name:
+                self._folder.delete(name)
+            self._refused(f"cannot be written to: {error}")
+            return False
+        finally:
+            self._model.end(sequence)
+
+    def _drop_damaged(self) -> None:
+        for name in self._folder.take_damaged():
+            self._say(f"{name}.ids is damaged and is deleted")
+            self._folder.delete(name)
+
+    def _refused(self, what: str) -> None:
+        self._paused_until = time.monotonic() + _PAUSE_S
+        self.figures["refused"] += 1
+        self._say(what)
+
+    def _say(self, what: str) -> None:
+        print(f"sluice: --disk {self._folder.path}: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,234 @@
+"""Prefixes that host memory has no room for go to a folder and come back; nothing else of a folder is touched."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from server import Server
+from sluice.__main__ import main
+from sluice.errors import InvalidArgument
+from sluice.serving.disk import Folder, page_digests, secret_of, write
+from sluice.serving.loop import Loop
+from sluice.serving.sessions import signature_of
+from sluice.serving.tier import DiskTier
+from small import KV_BYTES, SHAPE, bare_model, expected, greedy, prompt_ids, run, same
+
+PAGE = 16
+PAGE_BYTES = PAGE * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * 2 * SHAPE["head_dim"] * KV_BYTES
+LENGTH, TOKENS = 100, 8
+MOST = 64 << 20
+
+
+@pytest.fixture
+def tiered(make_loop: Callable[..., Loop]) -> Iterator[Callable[..., Loop]]:
+    """Loops with room for three prompts and a folder for others."""
+    def make(path: Path, most: int = MOST, model: str = "", **options: object) -> Loop:
+        loop = make_loop(**{"host_bytes": 24 * PAGE_BYTES, "sequences": 2, **options})
+        loop._disk = DiskTier(loop.model, Folder(path, most, model or signature_of(loop.model, "tiny")))
+        return loop
+
+    yield make
+
+
+def ask(loop: Loop, seeds: range, after: Callable[[int], None] = lambda _: None) -> list[tuple[list[int], int]]:
+    """Answers to prompts, one after the other, and how many tokens of each were known."""
+    told = []
+    for seed in seeds:
+        heard = run(loop, [greedy(ask.number, prompt_ids(LENGTH, seed), TOKENS)])
+        told.append((heard.tokens(ask.number), heard.events[ask.number][0].cached))
+        ask.number += 1
+        after(seed)
+    return told
+
+
+ask.number = 1
+
+
+def figures(loop: Loop) -> dict[str, int]:
+    return loop.status().disk
+
+
+def wants(seeds: range) -> list[list[int]]:
+    return [expected(bare_model("llama"), prompt_ids(LENGTH, seed), TOKENS) for seed in seeds]
+
+
+@pytest.mark.parametrize("policy", ["full", "sluice"])
+def test_prefixes_come_back(tiered: Callable[..., Loop], make_loop: Callable[..., Loop], tmp_path: Path,
+                            policy: str) -> None:
+    """The same tokens as without a folder, and nothing is read twice."""
+    seeds, loop = range(10), tiered(tmp_path, policy=policy)
+    first, again = ask(loop, seeds), ask(loop, seeds)
+    plain = ask(make_loop(policy=policy, prefix=False), seeds)
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again] == [tokens for tokens, _ in plain]
+    if policy == "full":
+        assert all(same(bare_model("llama"), prompt_ids(LENGTH, seed), got, want)
+                   for seed, (got, _), want in zip(seeds, first, wants(seeds)))
+    assert [known for _, known in first] == [0] * 10
+    assert [known for _, known in again] == [LENGTH - LENGTH % PAGE] * 10
+    told = figures(loop)
+    assert told["found"] >= 7 and told["written"] >= 7 and told["refused"] == 0
+    assert {stat.S_IMODE(each.stat().st_mode) for each in tmp_path.iterdir()} == {0o600}
+
+
+def test_nothing_is_written_while_there_is_room(tiered: Callable[..., Loop], tmp_path: Path) -> None:
+    loop = tiered(tmp_path, host_bytes=8 << 20)
+    ask(loop, range(5))
+    assert figures(loop)["written"] == 0 and [each.name for each in tmp_path.iterdir()] == ["lock"]
+
+
+def test_they_outlive_their_server_and_belong_to_their_model(tiered: Callable[..., Loop], tmp_path: Path,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    ask(tiered(tmp_path), range(8))
+    files = set(tmp_path.iterdir())
+    other = tiered(tmp_path, model="another one")
+    assert "of other models, and stay" in capsys.readouterr().err
+    assert [known for _, known in ask(other, range(2))] == [0, 0] and files <= set(tmp_path.iterdir())
+    assert ask(tiered(tmp_path), range(2)) == [(tokens, LENGTH - LENGTH % PAGE) for tokens in wants(range(2))]
+
+
+def test_a_conversation_is_written_once(tiered: Callable[..., Loop], tmp_path: Path) -> None:
+    """With the folder's bytes its own; what it begins with is no file any more."""
+    loop, ids = tiered(tmp_path), prompt_ids(40, 50)
+    for turn in range(3):
+        run(loop, [greedy(100 + turn, ids, 1)])
+        ids = [*ids, *prompt_ids(40, 60 + turn)]
+        ask(loop, range(10 * turn, 10 * turn + 6))
+    digests = page_digests(ids[:120], PAGE, 0)
+    names = {each.stem for each in tmp_path.glob("*.kv")}
+    held = [at for at, each in enumerate(digests) if loop._disk._folder.name_of([each]) in names]
+    assert held == [6]
+
+
+def test_damage_costs_a_prefix(tiered: Callable[..., Loop], tmp_path: Path,
+                               capsys: pytest.CaptureFixture[str]) -> None:
+    want = ask(tiered(tmp_path), range(8))
+    kept = sorted(tmp_path.glob("*.kv"))
+    for at, each in enumerate(kept):
+        content = bytearray(each.read_bytes())
+        content[len(content) // 2] ^= 1
+        each.write_bytes(content if at % 3 == 0 else content[:100] if at % 3 == 1 else b"")
+    (tmp_path / "notes.kv").write_bytes(b"mine")
+    broken = sorted(tmp_path.glob("*.ids"))[0]
+    broken.write_bytes(b"{")
+    loop = tiered(tmp_path)
+    assert f"{broken.name} is damaged and is deleted" in capsys.readouterr().err and not broken.exists()
+    assert [tokens for tokens, _ in ask(loop, range(8))] == [tokens for tokens, _ in want]
+    assert figures(loop)["refused"] >= 3 and "is damaged and is deleted" in capsys.readouterr().err
+    assert (tmp_path / "notes.kv").read_bytes() == b"mine"
+    assert ask(tiered(tmp_path), range(2))[0][1] > 0  # What was written since is good.
+
+
+def test_the_limit_holds(tiered: Callable[..., Loop], tmp_path: Path) -> None:
+    """At all times, and the oldest give way."""
+    loop, sizes = tiered(tmp_path), []
+    ask(loop, range(4))
+    one = max(each.stat().st_size for each in tmp_path.glob("*.kv")) + 4096
+
+    def measure(_: int) -> None:
+        sizes.append(sum(each.stat().st_size for each in tmp_path.iterdir() if each.suffix in (".kv", ".ids")))
+
+    small = tiered(tmp_path, most=3 * one)
+    ask(small, range(20), measure)
+    assert 0 < sizes[-1] <= 3 * one and max(sizes[4:]) <= 3 * one and figures(small)["bytes"] == sizes[-1]
+    names = {loop._disk._folder.name_of(page_digests(prompt_ids(LENGTH, seed), PAGE, 0)): seed for seed in range(20)}
+    kept = sorted(names[each.stem] for each in tmp_path.glob("*.kv"))
+    assert len(kept) == 3 and kept[0] > 10
+    none = tiered(tmp_path / "none", most=1000)
+    ask(none, range(8))
+    assert figures(none)["written"] == figures(none)["refused"] == 0
+
+
+def test_two_servers_share_a_folder(tiered: Callable[..., Loop], tmp_path: Path) -> None:
+    one, other = tiered(tmp_path), tiered(tmp_path)
+    ask(one, range(8))
+    assert all(known for _, known in ask(other, range(2)))
+    with one._disk._folder.locked() as mine, other._disk._folder.locked() as theirs:
+        assert mine and not theirs
+        written = figures(other)["written"]
+        assert [tokens for tokens, _ in ask(other, range(20, 26))] == wants(range(20, 26))
+        assert figures(other)["written"] == written  # Nobody waits.
+    for each in tmp_path.glob("*.kv"):
+        each.unlink()  # As the other one might.
+    assert [tokens for tokens, _ in ask(one, range(8))] == wants(range(8)) and figures(one)["refused"] == 0
+
+
+def test_a_disk_that_is_full(tiered: Callable[..., Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                             capsys: pytest.CaptureFixture[str]) -> None:
+    loop = tiered(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    try:
+        assert [tokens for tokens, _ in ask(loop, range(8))] == wants(range(8))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert capsys.readouterr().err.count("cannot be written to") == 1  # It waits before it tries again.
+    assert [each.name for each in tmp_path.iterdir()] == ["lock"] and figures(loop)["refused"] == 1
+    monkeypatch.setattr(loop._disk, "_paused_until", 0.0)
+    ask(loop, range(8))
+    assert figures(loop)["written"] > 0
+
+
+def test_what_a_crash_leaves_is_cleared(tiered: Callable[..., Loop], tmp_path: Path) -> None:
+    loop = tiered(tmp_path)
+    ask(loop, range(8))
+    half = sorted(tmp_path.glob("*.kv"))[0]
+    half.with_suffix(".ids").unlink()
+    (tmp_path / ".sluice-abc123").write_bytes(b"half")
+    ask(loop, range(20, 28))
+    assert not half.exists() and not (tmp_path / ".sluice-abc123").exists()
+
+
+def test_digests_and_files(tmp_path: Path) -> None:
+    ids = prompt_ids(70)
+    digests = page_digests(ids, PAGE, 3)
+    assert len(digests) == len(set(digests)) == 4 and page_digests(ids[:64], PAGE, 3) == digests
+    assert page_digests([*ids[:20], 7, *ids[21:]], PAGE, 3)[:1] == digests[:1]
+    assert not set(page_digests([*ids[:20], 7, *ids[21:]], PAGE, 3)[1:]) & set(digests)
+    assert not set(page_digests(ids, PAGE, 4)) & set(digests) and page_digests(ids[:15], PAGE, 3) == []
+    write(tmp_path / "a", b"x")
+    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == b"x"
+
+
+def test_secrets(tmp_path: Path) -> None:
+    assert secret_of(tmp_path / "a") == secret_of(tmp_path / "a") != secret_of(tmp_path / "b")
+    (tmp_path / "b/secret").write_bytes(b"short")
+    with pytest.raises(InvalidArgument, match="is not of a server"):
+        secret_of(tmp_path / "b")
+    (tmp_path / "c").write_bytes(b"")
+    for call in (secret_of, lambda path: Folder(path, 1, "m")):
+        with pytest.raises(InvalidArgument, match="give a folder that may be written to"):
+            call(tmp_path / "c")
+
+
+def test_a_server_with_a_folder(folder: Path, tmp_path: Path) -> None:
+    """Keeps clients apart, also those of the server that comes after it."""
+    options = ("--disk", str(tmp_path), "--disk-bytes", "64MiB", "--host-bytes", str(40 * PAGE_BYTES), "--context", "256",
+               "--sequences", "2")
+    prompts = [prompt_ids(LENGTH, seed) for seed in range(10)]
+
+    def known(server: Server, user: str) -> list[int]:
+        answers = [server.client().completions.create(model="tiny", prompt=each, max_tokens=2, temperature=0,
+                                                      user=user) for each in prompts]
+        return [each.usage.prompt_tokens_details.cached_tokens for each in answers]
+
+    with Server(folder, *options) as server:
+        assert known(server, "a") == [0] * 10 and known(server, "a") == [96] * 10
+        assert server.metric('sluice_disk{kind="found"}') > 0 and server.metric('sluice_disk{kind="bytes"}') > 0
+    with Server(folder, *options) as server:
+        assert known(server, "b") == [0] * 10 and sum(known(server, "a")) > 0
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (("--disk", "d"), "belong together"), (("--disk-bytes", "1G"), "belong together"),
+    (("--disk", "d", "--disk-bytes", "1G", "--no-prefix-cache"), "leave one of them out"),
+    (("--disk", "/dev/null", "--disk-bytes", "1G"), "give a folder")])
+def test_options_that_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                  capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["sluice", "serve", "--model", str(folder), "--port", "0", *options])
+    assert main() == 2 and words in capsys.readouterr().err
