@@ -23,7 +23,6 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from sluice._library import OWNER
 from sluice._transformers_attention import attention, mask
-from sluice._transformers_balance import balance
 from sluice._transformers_cache import LayerKind, SluiceCache, handed, not_attended
 from sluice._transformers_pieces import in_pieces
 from sluice._transformers_rows import Turn
@@ -37,7 +36,7 @@ from sluice.options import Bucket, EngineOptions, _unsigned
 _SEQUENCES = 16  # Where it is not said how many.
 _OWNER = "enable()'s "  # Of options, in messages.
 
-__all__ = ["Enabled", "balance", "enable"]
+__all__ = ["Enabled", "enable"]
 
 
 def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_bytes: int = 1 << 30, *,
