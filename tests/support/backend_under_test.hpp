@@ -14,7 +14,7 @@
 
 namespace sluice::test {
 
-/// A backend and what its verbs need, for the cases that every backend has to pass: *_cases.cpp are compiled into one
+/// A backend and what its verbs need, for the cases that every backend has to pass: those of tests/stages are compiled into one
 /// test executable per backend.
 class BackendUnderTest {
  public:
