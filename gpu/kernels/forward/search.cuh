@@ -36,8 +36,9 @@ class RowSearch {
   }
   /// The k largest of these.
   __device__ __noinline__ Cut cut_at(std::uint32_t h, std::uint32_t least, std::uint32_t k) {
+    // What the search before this one has left has been read, and the cut that this one takes the place of.
+    detail::cluster_sync();
     if (k >= c_.end - c_.begin) return Cut::all();
-    detail::cluster_sync();  // What the search before this one has left has been read.
     const Kth kth = search({.head = h}, least, kAll - least, k);
     const bool drawn = c_.drawn != nullptr;
     if (kth.ties == kth.equal && !drawn) return {.key = kth.value, .tie = 0};
