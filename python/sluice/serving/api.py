@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -112,7 +113,8 @@ def invalid(error: RequestValidationError) -> Refused:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return Refused(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')} at {first['loc'][-1]}")
-    place = ".".join(str(part) for part in first["loc"][1:])
+    # Where a field may be of several kinds, their names in brackets follow.
+    place = ".".join(itertools.takewhile(lambda part: "[" not in part, map(str, first["loc"][1:])))
     if first["type"] in ("missing", "model_attributes_type", "dict_type") and not place:
         return Refused(400, "the body must be a JSON object, sent with Content-Type: application/json")
     if first["type"] == "unsupported":

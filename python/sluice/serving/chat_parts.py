@@ -78,6 +78,6 @@ def _calls(given: Any, at: int) -> list[dict[str, Any]]:
         assert all(isinstance(call["function"]["name"], str) and isinstance(call["function"]["arguments"], dict)
                    for call in told)
         return told
-    except (AssertionError, KeyError, TypeError, ValueError):
+    except (AssertionError, KeyError, TypeError, ValueError, RecursionError):
         raise Refused(400, f"messages[{at}].tool_calls must have functions with a name, and arguments that are an "
                            "object in JSON", param="messages") from None

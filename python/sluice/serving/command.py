@@ -110,7 +110,7 @@ def disk_secret(arguments: argparse.Namespace) -> bytes | None:
         return None
     if arguments.no_prefix_cache:
         raise InvalidArgument("--disk is for prefixes, and --no-prefix-cache keeps none; leave one of them out")
-    from sluice.serving.disk import secret_of
+    from sluice.serving.disk_files import secret_of
 
     return secret_of(arguments.disk)
 

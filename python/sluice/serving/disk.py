@@ -4,30 +4,28 @@ Two files belong to a prefix, MODEL-PREFIX.kv, as Engine.park writes it, and MOD
 tokens; MODEL is a digest of all that keys and values depend on, PREFIX one of the tokens and their salt. Several servers
 may share a folder. Who writes or deletes holds the lock of the file `lock`; nobody waits for it. A file appears under
 its name when all of it is on the disk, first the .kv and then the .ids. What was used longest ago, by the time of the
-.kv, gives way first. Names of other models and of others' files are never touched."""
+.kv, gives way first. Names of other models and of others' files are never touched. What cannot be opened, or is no
+regular file, is left alone: only contents that are wrong are damage."""
 
 from __future__ import annotations
 
 import array
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
-import secrets
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sluice.errors import InvalidArgument
+from sluice.serving.disk_files import locked, made, opened, write
 
 _VERSION = 1
 _NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{32}")
 _ASIDE = re.compile(r"\.sluice-\w{6,8}")  # What is written to until it is whole.
-_SECRET_BYTES, _SECRET_S = 32, 1.0
+_ABANDONED_S = 600.0  # A file that is written to has changed since; parked sessions are written under such names, too.
 HEAD_BYTES = 4096  #: the line of an .ids has fewer
 _MOST_COMPARED = 8  # Prefixes that begin like a prompt.
 
@@ -69,29 +67,17 @@ class Folder:
         self._stored: dict[str, Stored] = {}
         self._by_mark: dict[str, set[str]] = {}
         self._seen: int | None = None  # When the folder had changed last.
-        self._damaged: list[str] = []  # Names whose .ids cannot be read.
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self.locked():
-                pass
-        except OSError as error:
-            raise InvalidArgument(f"--disk {path}: {error.strerror or error}; give a folder that may be written to") \
-                from None
+        self._damaged: list[str] = []  # Names whose .ids are no such files.
+        self._useless: set[str] = set()  # Names that are there, and nothing can be done with them.
+        with made(path):
+            self.look()
+            with self.locked() as mine:
+                if mine:
+                    self.make_room(0)
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[bool]:
-        """Whether this process may write and delete, as no other does so now."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        lock = os.open(self.path / "lock", flags, 0o600)  # It stays: to delete it would be a race.
-        try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
-        finally:
-            os.close(lock)
+    def locked(self) -> contextlib.AbstractContextManager[bool]:
+        """As `locked` has it."""
+        return locked(self.path)
 
     def file(self, name: str) -> Path:
         """With keys and values."""
@@ -117,19 +103,23 @@ class Folder:
         if changed == self._seen:
             return
         self._seen = changed
-        there = {each.stem: each for each in self.path.glob(f"{self._tag}-*.ids") if _NAME.fullmatch(each.stem)}
-        for name in self._stored.keys() - there.keys():
+        there = self._names("ids")
+        self._useless &= there
+        for name in self._stored.keys() - there:
             self.forget(name)
-        for name in there.keys() - self._stored.keys():
+        for name in there - self._stored.keys() - self._useless:
             try:
-                with there[name].open("rb") as content:
+                with opened(self.path / f"{name}.ids") as content:
                     head = json.loads(content.readline(HEAD_BYTES))
                 if head["version"] == _VERSION:
                     self._add(Stored(name, int(head["tokens"]), tuple(map(str, head["marks"]))))
-            except FileNotFoundError:
+                else:
+                    self._useless.add(name)
+            except OSError:  # It is gone, another user's, or too many files are open: that is no damage.
                 continue
-            except (OSError, ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 self._damaged.append(name)
+                self._useless.add(name)
 
     def take_damaged(self) -> list[str]:
         """Names of prefixes that cannot be read, as the newest looks found them."""
@@ -147,7 +137,7 @@ class Folder:
     def _alike(self, stored: Stored, ids: Sequence[int]) -> int:
         given, kept = array.array("i", ids[: stored.tokens]), array.array("i")
         try:
-            with (self.path / f"{stored.name}.ids").open("rb") as content:
+            with opened(self.path / f"{stored.name}.ids") as content:
                 content.readline(HEAD_BYTES)
                 kept.frombytes(content.read(4 * len(given)))
         except (OSError, ValueError):
@@ -168,13 +158,14 @@ class Folder:
 
     def _add(self, stored: Stored) -> None:
         self._stored[stored.name] = stored
+        self._useless.discard(stored.name)
         for mark in stored.marks:
             self._by_mark.setdefault(mark, set()).add(stored.name)
 
     def used(self, name: str) -> None:
         """It is the newest now."""
         with contextlib.suppress(OSError):
-            os.utime(self.file(name))
+            os.utime(self.file(name), follow_symlinks=False)
 
     def forget(self, name: str) -> None:
         """It is not found any more. Its files stay."""
@@ -184,7 +175,20 @@ class Folder:
             if not self._by_mark[mark]:
                 del self._by_mark[mark]
 
+    def leave(self, name: str) -> None:
+        """It is not found any more as long as it is there."""
+        self.forget(name)
+        self._useless.add(name)
+
+    def drop(self, name: str) -> None:
+        """It is of no use. It is deleted unless another process writes just now, and perhaps this one anew."""
+        self.leave(name)
+        with self.locked() as mine:
+            if mine:
+                self.delete(name)
+
     def delete(self, name: str) -> None:
+        """The lock is held."""
         self.forget(name)
         for each in (self.path / f"{name}.ids", self.file(name)):
             with contextlib.suppress(OSError):
@@ -193,15 +197,10 @@ class Folder:
     def make_room(self, bytes: int) -> bool:
         """Deletes what was used longest ago, until as many bytes may come; False if they are more than may ever be. The
         lock is held: halves of prefixes, which nobody writes then, are deleted, too."""
-        for each in self.path.iterdir():
-            if _ASIDE.fullmatch(each.name):
-                each.unlink(missing_ok=True)
+        self._clear()
         if bytes > self._most_bytes:
             return False
         files = self._files()
-        for _, _, name in files:
-            if not (self.path / f"{name}.ids").exists():
-                self.delete(name)
         left = sum(size for size, _, _ in files)
         for size, _, name in sorted(files, key=lambda each: each[1]):
             if left + bytes <= self._most_bytes:
@@ -210,47 +209,24 @@ class Folder:
             left -= size
         return True
 
+    def _clear(self) -> None:
+        """Deletes halves: what was being written, and one file of the two."""
+        for each in self.path.iterdir():
+            with contextlib.suppress(OSError):  # Such as another user's in a folder where all may write.
+                if _ASIDE.fullmatch(each.name) and time.time() - each.lstat().st_mtime > _ABANDONED_S:
+                    each.unlink()
+        for name in self._names("kv") ^ self._names("ids"):
+            self.delete(name)
+
     def _files(self) -> list[tuple[int, int, str]]:
         """Bytes, time of use and name of each prefix of this model."""
         found = []
-        for each in self.path.glob(f"{self._tag}-*.kv"):
-            with contextlib.suppress(FileNotFoundError):
-                told = each.stat()
-                ids = self.path / f"{each.stem}.ids"
-                found.append((told.st_size + (ids.stat().st_size if ids.exists() else 0), told.st_mtime_ns, each.stem))
+        for name in self._names("kv"):
+            with contextlib.suppress(OSError):  # Another process deletes, too.
+                kv, ids = self.file(name).lstat(), (self.path / f"{name}.ids").lstat()
+                found.append((kv.st_size + ids.st_size, kv.st_mtime_ns, name))
         return found
 
-
-def write(file: Path, content: bytes) -> None:
-    """Whole or not at all, and for the user alone."""
-    handle, aside = tempfile.mkstemp(dir=file.parent, prefix=".sluice-", suffix="")
-    try:
-        with open(handle, "wb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(aside, file)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(aside)
-        raise
-
-
-def secret_of(path: Path) -> bytes:
-    """By which servers that share a folder tell whose prompts may begin alike; made by the first of them.
-    @throws InvalidArgument if it cannot be read or made"""
-    file, ends = path / "secret", time.monotonic() + _SECRET_S
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):  # Another server was first.
-            made = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with open(made, "wb") as content:
-                content.write(secrets.token_bytes(_SECRET_BYTES))
-        while len(found := file.read_bytes()) < _SECRET_BYTES and time.monotonic() < ends:
-            time.sleep(0.01)  # Who made it is about to write it.
-    except OSError as error:
-        raise InvalidArgument(f"--disk {path}: {error.strerror or error}; give a folder that may be written to") \
-            from None
-    if len(found) != _SECRET_BYTES:
-        raise InvalidArgument(f"--disk {path}: {file} is not of a server; give another folder, or remove this file")
-    return found
+    def _names(self, kind: str) -> set[str]:
+        """Of this model's files of a kind."""
+        return {each.stem for each in self.path.glob(f"{self._tag}-*.{kind}") if _NAME.fullmatch(each.stem)}

@@ -26,7 +26,7 @@ from sluice.serving.requests import Sampling
 from sluice.serving.sessions import signature_of
 from sluice.serving.sharded import ShardedModel
 from sluice.serving.template import turn_ends
-from sluice.serving.tier import DiskTier
+from sluice.serving.tier import DiskTier, kind_of
 from sluice.serving.tokens import TokenBytes
 from sluice.serving.weights import refuse_incomplete
 
@@ -206,8 +206,8 @@ def load_loop(settings: Settings) -> tuple[Loop, Ready]:
     tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
     disk = None
     if settings.disk is not None:
-        name = signature_of(packed, settings.model, settings.adapter)
-        disk = DiskTier(packed, Folder(settings.disk, settings.disk_bytes, name))
+        kind = kind_of(packed, signature_of(packed, settings.model, settings.adapter))
+        disk = DiskTier(packed, Folder(settings.disk, settings.disk_bytes, kind))
     loop = Loop(packed, tokenizer, end_ids=end_ids(model, tokenizer), prefix=settings.prefix,
                 slowdown=settings.slowdown, disk=disk)
     return loop, Ready(loop.limit, _defaults(model), packed.vocabulary, packed.engine.memory().near_pages)

@@ -123,6 +123,7 @@ class ResponseForm:
 
 def _usage(told: dict[str, Any]) -> Item:
     return {"input_tokens": told["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": told["prompt_tokens_details"]["cached_tokens"]},
+            "input_tokens_details": {"cached_tokens": told["prompt_tokens_details"]["cached_tokens"],
+                                     "cache_write_tokens": 0},
             "output_tokens": told["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": told["total_tokens"]}

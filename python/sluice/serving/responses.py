@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, StringConstraints
@@ -16,7 +17,11 @@ _LOGPROBS = "message.output_text.logprobs"
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 # These need a store of responses, another model or a tool of the server's own. Absent or off they change nothing.
 _OFF = {"store": (False,), "background": (False,), "truncation": ("disabled",), "previous_response_id": (),
-        "conversation": (), "prompt": (), "moderation": (), "context_management": ([],)}
+        "conversation": (), "prompt": (), "moderation": (), "context_management": ([],), "return_token_ids": (False,)}
+_STORED = ("store", "previous_response_id", "conversation")
+# What other routes have, and these have under other names.
+_MOVED = {"max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens", "messages": "input",
+          "response_format": "text.format", "logprobs": f"include with {_LOGPROBS}"}
 
 
 class FunctionTool(Nullable):
@@ -63,7 +68,7 @@ def _items(given: Any) -> Any:
 
 class ResponsesRequest(Common):
     n: Literal[1] = 1
-    max_tokens: None = None
+    max_tokens: Any = None
     input: Annotated[list[dict[str, Any]], Field(min_length=1), FailFast(), BeforeValidator(_items)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -107,14 +112,21 @@ class ResponsesRequest(Common):
         for name, off in _OFF.items():
             value = getattr(self, name)
             if value is not None and value not in off:
-                raise Refused(400, f"{name} is not served: nothing is stored, and input has the whole conversation",
-                              param=name, code="unsupported_parameter")
+                why = ": nothing is stored, and input has the whole conversation" if name in _STORED else ""
+                raise Refused(400, f"{name} is not served{why}", param=name, code="unsupported_parameter")
+        moved = next((name for name in _MOVED if name in self.model_fields_set), None)
+        if moved is not None:
+            raise Refused(400, f"{moved} is not of this route; give {_MOVED[moved]}", param=moved,
+                          code="unsupported_parameter")
         other = next((each for each in self.include if each not in (_LOGPROBS, "reasoning.encrypted_content")), None)
         if other is not None:
             raise Refused(400, f"include may not have {other}", param="include", code="unsupported_parameter")
 
     def _format(self) -> ResponseFormat:
         wants = self.text.format
+        if wants.type == "json_schema" and wants.schema_ is None:
+            raise Refused(400, "text.format of type json_schema needs schema", param="text.format.schema",
+                          code="missing_required_parameter")
         schema = {"name": wants.name, "schema": wants.schema_} if wants.type == "json_schema" else None
         return ResponseFormat(type=wants.type, json_schema=schema)
 
@@ -124,7 +136,7 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     @throws Refused"""
     messages: list[dict[str, Any]] = []
     for at, item in enumerate(items):
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         if kind == "message":
             role = item.get("role")
             if not isinstance(role, str):
@@ -133,6 +145,8 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "function_call":
             if not all(isinstance(item.get(name), str) for name in ("call_id", "name", "arguments")):
                 raise _wrong(at, "must have call_id, name and arguments, which are texts")
+            if not _is_object(item["arguments"]):
+                raise _wrong(at, "must have arguments that are an object in JSON")
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append({
@@ -145,6 +159,14 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             raise _wrong(at, f"is of type {kind}; served are message, function_call and function_call_output")
     return messages
+
+
+def _is_object(text: str) -> bool:
+    """In JSON. No text is none of the arguments."""
+    try:
+        return isinstance(json.loads(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _text(content: Any, at: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import sys
 import time
 from collections import OrderedDict
@@ -9,15 +10,25 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sluice.admission import AdmissionOptions
-from sluice.errors import Corrupt, Error, NotFound, OutOfCapacity
+from sluice.errors import Corrupt, Error, InvalidArgument, NotFound, OutOfCapacity
 from sluice.serving.disk import HEAD_BYTES, Folder, page_digests
 
 if TYPE_CHECKING:
     from sluice.serving.model import PackedModel
 
 _SHARE = 4  # Prefixes are written while less than one in so many of the pages are free or written already.
+_CHOICE = ("prefill_min_budget", "prefill_max_budget", "prefill_lines", "prefill_gamma", "prefill_tau")
 _STEP_S = 0.5  # That a step writes for, and one prefix more.
-_PAUSE_S = 60.0  # After a disk has refused.
+_PAUSE_S = 60.0  # After a disk has refused,
+_AGAIN_S = 0.1  # or another process writes, or as many sequences live as may.
+
+
+def kind_of(model: PackedModel, signature: str) -> str:
+    """A model's signature with what else decides whether an engine can use keys and values. Prompts that were read by
+    another choice of blocks are none of its own."""
+    options = model.engine.options
+    chosen = [getattr(options, name) for name in _CHOICE] if options.prefill_mode != "full" else []
+    return f"{signature}; keys and values {options.kv_dtype}; blocks {chosen}"
 
 
 class DiskTier:
@@ -32,14 +43,13 @@ class DiskTier:
         self._page_tokens = self._engine.options.page_tokens
         self._block_bytes = self._engine.memory().far_pages // max(1, AdmissionOptions.of(self._engine).pages)
         # In host memory alone, by the digest of all full pages: tokens and salt. The one let go of last comes last.
-        self._unwritten: OrderedDict[bytes, tuple[list[int], int]] = OrderedDict()
+        self._unwritten: OrderedDict[bytes, tuple[array.array[int], int]] = OrderedDict()
         self._written_bytes = self._evicted = 0  # What was cached when all of it had been written, and evicted till then.
-        self._paused_until = 0.0
+        self._paused_until = self._again_at = 0.0
         self.figures = {"written": 0, "found": 0, "found_tokens": 0, "refused": 0, "bytes": folder.bytes()}
         """How many prefixes were written, came back, with how many tokens, and could not be written or read; and the bytes
         of this model's in the folder."""
 
-        folder.look()
         self._drop_damaged()
         if others := folder.others():
             self._say(f"{others} prefixes there are of other models, and stay")
@@ -66,14 +76,18 @@ class DiskTier:
         except OutOfCapacity:
             return  # Others need the memory; the prompt is read.
         except NotFound:
-            self._folder.delete(name)  # What is left of it.
+            self._folder.drop(name)  # What is left of it.
         except Corrupt as error:
             self.figures["refused"] += 1
             self._say(f"{self._folder.file(name).name} is damaged and is deleted: {error}")
-            self._folder.delete(name)
+            self._folder.drop(name)
+        except InvalidArgument as error:  # Such as of another version. That says nothing of the disk.
+            self.figures["refused"] += 1
+            self._say(f"{self._folder.file(name).name} is not read, and stays: {error}")
+            self._folder.leave(name)
         except Error as error:
             self._refused(f"{self._folder.file(name).name} is not read: {error}")
-            self._folder.forget(name)
+            self._folder.leave(name)
         else:
             self._folder.used(name)
             self.figures["found"] += 1
@@ -89,23 +103,44 @@ class DiskTier:
         for each in digests:
             self._unwritten.pop(each, None)
         if not self._folder.has(self._folder.name_of(digests)):
-            self._unwritten[digests[-1]] = list(ids), salt
+            self._unwritten[digests[-1]] = array.array("i", ids), salt
+        self._forget_gone()
+        self._again_at = 0.0  # A sequence fewer lives.
+
+    def _forget_gone(self) -> None:
+        """Of those let go of first, two for each that comes: where nothing can be written they must not grow."""
+        for _ in range(2):
+            ids, salt = next(iter(self._unwritten.values()), (None, 0))
+            if ids is None or self._engine.match_prefix(self._model.policy, [*ids, 0], salt) == len(ids):
+                return
+            self._unwritten.popitem(last=False)
 
     def spill(self) -> None:
         """Writes what is about to give way, for a while."""
-        if not self._unwritten or time.monotonic() < self._paused_until or not self._short():
+        now = time.monotonic()
+        if not self._unwritten or now < max(self._paused_until, self._again_at) or not self._short():
             return
-        ends = time.monotonic() + _STEP_S
-        with self._folder.locked() as mine:
-            while mine and self._unwritten and time.monotonic() < ends:
-                ids, salt = next(iter(self._unwritten.values()))
-                if not self._write(ids, salt):
-                    break
-                self._unwritten.popitem(last=False)
-            self.figures["bytes"] = self._folder.bytes()
+        try:
+            with self._folder.locked() as mine:
+                wrote = mine and self._write_until(now + _STEP_S)
+            if wrote:
+                self.figures["bytes"] = self._folder.bytes()
+            else:
+                self._again_at = now + _AGAIN_S
+        except OSError as error:
+            self._refused(f"cannot be written to: {error.strerror or error}")
         if not self._unwritten:
             self._written_bytes = self._engine.memory().far_pages_cached
             self._evicted = self._engine.stats().evicted_blocks
+
+    def _write_until(self, ends: float) -> bool:
+        """The oldest first; whether there was one that need not come again. The folder's lock is held."""
+        before = len(self._unwritten)
+        while self._unwritten and time.monotonic() < ends:
+            if not self._write(*next(iter(self._unwritten.values()))):
+                break
+            self._unwritten.popitem(last=False)
+        return len(self._unwritten) < before
 
     def _short(self) -> bool:
         """Whether there are few pages left that cost nothing."""
@@ -114,11 +149,11 @@ class DiskTier:
         gone = (self._engine.stats().evicted_blocks - self._evicted) * self._block_bytes
         return free + max(self._written_bytes - gone, 0) < memory.far_pages // _SHARE
 
-    def _write(self, ids: list[int], salt: int) -> bool:
+    def _write(self, ids: Sequence[int], salt: int) -> bool:
         """Whether it need not come again. The folder's lock is held."""
         try:
             sequence = self._model.begin([*ids, 0], salt)  # The last one is never among those that are found.
-        except OutOfCapacity:  # As many sequences live as may.
+        except Error:  # As many sequences live as may, or the engine is lost, which others tell.
             return False
         name = ""
         try:
@@ -144,7 +179,7 @@ class DiskTier:
     def _drop_damaged(self) -> None:
         for name in self._folder.take_damaged():
             self._say(f"{name}.ids is damaged and is deleted")
-            self._folder.delete(name)
+            self._folder.drop(name)
 
     def _refused(self, what: str) -> None:
         self._paused_until = time.monotonic() + _PAUSE_S

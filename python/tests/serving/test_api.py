@@ -177,7 +177,7 @@ def test_more_answers_than_there_may_ever_be(site: Site) -> None:
 
 
 def test_what_is_known_of_prompts_is_told_to_those_who_sent_them() -> None:
-    """Another key, user or cache key, and another server, has another salt."""
+    """Another key, user or cache key, and another server, has another salt; servers of one secret have the same."""
     def salts(**front: Any) -> list[int]:
         site = Site(**front)
         for key in front.get("api_keys", ("",)):
@@ -192,6 +192,8 @@ def test_what_is_known_of_prompts_is_told_to_those_who_sent_them() -> None:
     apart, again = (salts(api_keys=("one", "two")) for _ in range(2))
     assert apart[::2] == apart[1::2] and len(set(apart)) == 12 and not set(apart) & set(again)
     assert len(set(salts())) == 6 and set(salts(shared_prefixes=True)) == {0}
+    shared, others = (salts(api_keys=("one", "two"), secret=secret * 32) for secret in (b"a", b"b"))
+    assert shared == salts(api_keys=("one", "two"), secret=b"a" * 32) and not set(shared) & set(others)
 
 
 def test_several_keys() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,10 +13,11 @@ import pytest
 from server import Server
 from sluice.__main__ import main
 from sluice.errors import InvalidArgument
-from sluice.serving.disk import Folder, page_digests, secret_of, write
+from sluice.serving.disk import Folder, page_digests
+from sluice.serving.disk_files import locked, secret_of, write
 from sluice.serving.loop import Loop
 from sluice.serving.sessions import signature_of
-from sluice.serving.tier import DiskTier
+from sluice.serving.tier import DiskTier, kind_of
 from small import KV_BYTES, SHAPE, bare_model, expected, greedy, prompt_ids, run, same
 
 PAGE = 16
@@ -63,11 +65,12 @@ def test_prefixes_come_back(tiered: Callable[..., Loop], make_loop: Callable[...
     """The same tokens as without a folder, and nothing is read twice."""
     seeds, loop = range(10), tiered(tmp_path, policy=policy)
     first, again = ask(loop, seeds), ask(loop, seeds)
-    plain = ask(make_loop(policy=policy, prefix=False), seeds)
-    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again] == [tokens for tokens, _ in plain]
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again]
     if policy == "full":
         assert all(same(bare_model("llama"), prompt_ids(LENGTH, seed), got, want)
                    for seed, (got, _), want in zip(seeds, first, wants(seeds)))
+    else:
+        assert first == ask(make_loop(policy=policy, prefix=False), seeds)
     assert [known for _, known in first] == [0] * 10
     assert [known for _, known in again] == [LENGTH - LENGTH % PAGE] * 10
     told = figures(loop)
@@ -173,14 +176,92 @@ def test_a_disk_that_is_full(tiered: Callable[..., Loop], tmp_path: Path, monkey
     assert figures(loop)["written"] > 0
 
 
+def test_a_folder_that_goes_away(tiered: Callable[..., Loop], tmp_path: Path,
+                                 capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lock cannot be opened, and answers come all the same."""
+    loop = tiered(tmp_path / "disk")
+    ask(loop, range(4))
+    (tmp_path / "disk").rename(tmp_path / "moved")
+    loop._disk.bring = lambda *_: None  # What is written meets it first.
+    assert [tokens for tokens, _ in ask(loop, range(8))] == wants(range(8))
+    assert figures(loop)["refused"] == 1 and capsys.readouterr().err.count("cannot be written to") == 1
+
+
+def test_names_that_are_no_files_of_ours(tiered: Callable[..., Loop], tmp_path: Path,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    """Pipes keep nobody waiting; links and folders are left alone; what is within a file may be anything."""
+    want, tag = ask(tiered(tmp_path), range(8)), next(tmp_path.glob("*.ids")).stem[:16]
+    names = [tmp_path / f"{tag}-{at:032x}.ids" for at in range(5)]
+    (tmp_path / "theirs").write_bytes(b"theirs")
+    os.mkfifo(names[0])
+    names[1].symlink_to(tmp_path / "theirs")
+    names[2].mkdir()
+    names[3].write_bytes(b'{"version": 1, "tokens": Infinity, "marks": []}\n')
+    names[4].write_bytes(b"[" * 4096)
+    for each in names:
+        each.with_suffix(".kv").symlink_to(tmp_path / "theirs")
+    loop = tiered(tmp_path)
+    said = capsys.readouterr().err
+    assert [f"{each.name} is damaged" in said for each in names] == [False] * 3 + [True] * 2
+    assert [os.path.lexists(each) for each in names] == [True] * 3 + [False] * 2
+    assert [tokens for tokens, _ in ask(loop, range(8))] == [tokens for tokens, _ in want]
+    assert (tmp_path / "theirs").read_bytes() == b"theirs"
+
+
+def test_a_prefix_that_cannot_be_used_stops_no_other(tiered: Callable[..., Loop], tmp_path: Path,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    """One that another version wrote, say. It is asked for once, and stays."""
+    ask(tiered(tmp_path), range(8))
+    ask(tiered(tmp_path / "other", model="another one"), range(8))
+    mine = sorted(tmp_path.glob("*.kv"))
+    name = next(each for each in mine if list((tmp_path / "other").glob(f"*{each.stem[16:]}.kv")))
+    next((tmp_path / "other").glob(f"*{name.stem[16:]}.kv")).replace(name)
+    loop = tiered(tmp_path)
+    first, again = ask(loop, range(8)), ask(loop, range(8))
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again] == wants(range(8))
+    assert capsys.readouterr().err.count(f"{name.name} is not read, and stays") == 1
+    assert figures(loop)["found"] >= 6 and figures(loop)["refused"] == 1
+
+
+def test_what_cannot_be_written_is_not_kept(tiered: Callable[..., Loop], tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process, such as one that is suspended, has the lock for ever: memory stays, and steps cost no more."""
+    loop, listed = tiered(tmp_path), []
+    monkeypatch.setattr(loop._disk._folder, "bytes", lambda: listed.append(1) or 0)
+    with locked(tmp_path) as mine:
+        assert mine
+        ask(loop, range(30))
+    assert not listed and len(loop._disk._unwritten) <= 6
+
+
+def test_the_limit_holds_from_the_beginning(tiered: Callable[..., Loop], tmp_path: Path) -> None:
+    ask(tiered(tmp_path), range(8))
+    sizes = {each: each.stat().st_size + each.with_suffix(".ids").stat().st_size for each in tmp_path.glob("*.kv")}
+    most = sum(sizes.values()) // 2
+    assert 0 < figures(tiered(tmp_path, most=most))["bytes"] <= most
+
+
+def test_engines_whose_keys_and_values_are_others(make_loop: Callable[..., Loop]) -> None:
+    made = [make_loop(**options).model for options in (
+        {}, {"kv_dtype": "f16"}, {"prefill_mode": "flex"}, {"prefill_mode": "flex", "prefill_gamma": 0.5})]
+    assert len({kind_of(model, "tiny") for model in made}) == len(made)
+    assert kind_of(made[0], "tiny") == kind_of(make_loop(prefill_gamma=0.5).model, "tiny")
+
+
 def test_what_a_crash_leaves_is_cleared(tiered: Callable[..., Loop], tmp_path: Path) -> None:
     loop = tiered(tmp_path)
     ask(loop, range(8))
-    half = sorted(tmp_path.glob("*.kv"))[0]
+    half, other = sorted(tmp_path.glob("*.kv"))[:2]
     half.with_suffix(".ids").unlink()
-    (tmp_path / ".sluice-abc123").write_bytes(b"half")
+    other.unlink()
+    for name, age in (("abc123", 3600), ("abc124", 0)):  # The second one may be of a session that is being parked.
+        (tmp_path / f".sluice-{name}").write_bytes(b"half")
+        os.utime(tmp_path / f".sluice-{name}", (time.time() - age,) * 2)
+    (tmp_path / ".sluice-folder").mkdir()
     ask(loop, range(20, 28))
-    assert not half.exists() and not (tmp_path / ".sluice-abc123").exists()
+    assert not half.exists() and not other.with_suffix(".ids").exists()
+    assert {each.name for each in tmp_path.glob(".sluice-*")} == {".sluice-abc124", ".sluice-folder"}
+    assert figures(loop)["refused"] == 0
 
 
 def test_digests_and_files(tmp_path: Path) -> None:
@@ -200,13 +281,23 @@ def test_secrets(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="is not of a server"):
         secret_of(tmp_path / "b")
     (tmp_path / "c").write_bytes(b"")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d").chmod(0o777)
     for call in (secret_of, lambda path: Folder(path, 1, "m")):
         with pytest.raises(InvalidArgument, match="give a folder that may be written to"):
             call(tmp_path / "c")
+        with pytest.raises(InvalidArgument, match="every user of this machine may write to it"):
+            call(tmp_path / "d")
+    (tmp_path / "e").mkdir()
+    with locked(tmp_path / "e"), pytest.raises(InvalidArgument, match="makes no"):
+        secret_of(tmp_path / "e")
+    os.mkfifo(tmp_path / "e/secret")  # Which would keep a reader waiting.
+    with pytest.raises(InvalidArgument, match="no regular file"):
+        secret_of(tmp_path / "e")
 
 
 def test_a_server_with_a_folder(folder: Path, tmp_path: Path) -> None:
-    """Keeps clients apart, also those of the server that comes after it."""
+    """Keeps clients apart. That the server after it does so by the same secret, test_api.py has."""
     options = ("--disk", str(tmp_path), "--disk-bytes", "64MiB", "--host-bytes", str(40 * PAGE_BYTES), "--context", "256",
                "--sequences", "2")
     prompts = [prompt_ids(LENGTH, seed) for seed in range(10)]
@@ -219,7 +310,6 @@ def test_a_server_with_a_folder(folder: Path, tmp_path: Path) -> None:
     with Server(folder, *options) as server:
         assert known(server, "a") == [0] * 10 and known(server, "a") == [96] * 10
         assert server.metric('sluice_disk{kind="found"}') > 0 and server.metric('sluice_disk{kind="bytes"}') > 0
-    with Server(folder, *options) as server:
         assert known(server, "b") == [0] * 10 and sum(known(server, "a")) > 0
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 from server import Server
 from sluice.serving.answers import Shown
 from sluice.serving.requests import Chosen, Event
@@ -60,7 +62,7 @@ def test_a_text_with_instructions(site: Site) -> None:
     assert item["content"] == [{"type": "output_text", "text": "fine", "annotations": [], "logprobs": []}]
     assert (told["status"], item["status"], told["store"], told["error"]) == ("completed", "completed", False, None)
     assert told["usage"]["output_tokens"] == 1 and told["usage"]["input_tokens"] > 0
-    assert told["usage"]["input_tokens_details"] == {"cached_tokens": 0}
+    assert told["usage"]["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
 
 
 def test_a_conversation_with_calls(tooled: Site) -> None:
@@ -112,6 +114,17 @@ def test_the_order_of_events(site: Site) -> None:
     assert events[-1]["response"]["id"] == events[0]["response"]["id"] and events[0]["response"]["output"] == []
 
 
+def test_answers_are_what_the_client_declares(site: Site, tooled: Site) -> None:
+    """All its fields, of its types."""
+    tooled.engine.text = "Well.\n" + written("tags", [{"name": "tides", "arguments": {"place": "Brest"}}])
+    declared = TypeAdapter(ResponseStreamEvent)
+    for where, wants in ((site, {"instructions": "b", "metadata": {"a": "b"}}), (tooled, {"tools": TOOLS}),
+                         (site, {"include": ["message.output_text.logprobs"], "top_logprobs": 2})):
+        for event in events_of(ask(where, input="a", stream=True, **wants)):
+            declared.validate_python(event)
+        Response.model_validate(ask(where, input="a", **wants).json())
+
+
 def form(wants: dict[str, Any], **shown: Any) -> ResponseForm:
     return ResponseForm("tiny", TokenBytes(tokenizer()), Shown(**shown),
                         ResponsesRequest(model="tiny", input="a", **wants))
@@ -151,12 +164,21 @@ def test_probabilities_come_with_their_text() -> None:
      r"input\[0\] has a part of type input_image; only text"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input", r"input\[0\] is of type item_reference"),
     ({"input": [{"type": "function_call", "name": "a"}]}, "input", r"input\[0\] must have call_id"),
+    ({"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "[1]"}]}, "input",
+     r"input\[0\] must have arguments that are an object"),
+    ({"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "[" * 100_000}]}, "input",
+     "object in JSON"),
+    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "needs schema"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "give text.format"),
+    ({"max_completion_tokens": 3}, "max_completion_tokens", "give max_output_tokens"),
+    ({"logprobs": True}, "logprobs", "give include"), ({"return_token_ids": True}, "return_token_ids", "not served"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice", "none"),
     ({"input": [{"type": "function_call_output", "output": "a"}]}, "input", r"input\[0\] must have call_id"),
     ({"input": [{"role": "user"}]}, "input", r"input\[0\] must have a text"), ({"input": [{"content": "a"}]}, "input",
                                                                                r"input\[0\] must have a role"),
     ({"input": [{"role": "user", "content": [{"type": []}]}]}, "input", "part of type"),
     ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "no tools"),
-    ({"tools": TOOLS}, "tools", "tools are not served"), ({"n": 2}, "n", "1"), ({"max_tokens": 3}, "max_tokens", ""),
+    ({"tools": TOOLS}, "tools", "tools are not served"), ({"n": 2}, "n", "1"), ({"max_tokens": 3}, "max_tokens", "give max_output"),
     ({"max_output_tokens": 0}, "max_output_tokens", ""), ({"max_output_tokens": 10_000}, "input", "10000 more"),
     ({"functions": []}, "functions", "not served"), ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "")])
 def test_requests_that_are_refused(site: Site, wants: dict[str, Any], param: str, words: str) -> None:

@@ -126,8 +126,9 @@ def test_a_request_with_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     for wants in ({"tools": [{}]}, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
                   {"tool_choice": "required"}, {"tools": TOOLS, "tool_choice": "sometimes"}):
         error_of(site.ask(messages=messages, **wants), 400)
-    bad = [*messages, {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]
-    assert "messages[1].tool_calls" in error_of(site.ask(messages=bad), 400)["message"]
+    for text in ("{", "[" * 100_000):
+        bad = [*messages, {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": text}}]}]
+        assert "messages[1].tool_calls" in error_of(site.ask(messages=bad), 400)["message"]
     monkeypatch.setattr(guides, "missing", lambda: "the package llguidance is not installed")
     assert "not installed" in error_of(site.ask(messages=messages, tools=TOOLS, tool_choice="required"), 400)["message"]
 
