@@ -57,7 +57,7 @@ def engine_options(config: Any, layers: Sequence[Any], settings: Settings, devic
         layers=len(layers), **_shape(layers), **_logits(layers), windows=windows if any(windows) else None,
         device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", host_bytes=host_bytes,
         near_bytes=settings.near_bytes if device.type == "cpu" else None, sequences=scheduler.max_num_seqs,
-        in_flight=2, window_slack=0,
+        in_flight=2, window_slack=0, prompt_queries=1,
         largest=Bucket(decode_rows=scheduler.max_num_seqs, prefill_rows=scheduler.max_num_batched_tokens,
                        prefills=scheduler.max_num_seqs, max_tokens=context), **options)
     made.make_room_for(settings.policy, context)

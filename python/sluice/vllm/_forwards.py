@@ -64,8 +64,9 @@ class Forwards:
 
     def __init__(self, engine: Engine, policy: str, *, ahead: int = 0, goes_on: bool = True,
                  graphs: bool = False) -> None:
-        """`goes_on`: a forward that fails ends its requests, by `failed`; else its error is raised. `graphs`: forwards
-        of single tokens may be replayed from graphs, which are captured for the longest context."""
+        """`engine` has as many `prompt_queries` as the policy wants, or 1, and no bound of `prefix_bytes`. `goes_on`: a
+        forward that fails ends its requests, by `failed`; else its error is raised. `graphs`: forwards of single tokens
+        may be replayed from graphs, which are captured for the longest context."""
         self.engine, self._policy, self._ahead, self._goes_on = engine, policy, ahead, goes_on
         self._graphs = graphs
         self._sequences: dict[str, _Sequence] = {}
@@ -99,7 +100,12 @@ class Forwards:
 
     def known(self, prompt: Prompt) -> int:
         """How many of a prompt's first tokens need not come; whole pages, and never the last token."""
-        return self.engine.match_prefix(self._policy, prompt.ids, prompt.salt)
+        try:
+            return self.engine.match_prefix(self._policy, prompt.ids, prompt.salt)
+        except Error:
+            if not self._goes_on:
+                raise
+            return 0  # An engine that has failed says so to a forward, whose requests end.
 
     def expect(self, request: str, prompt: Prompt) -> None:
         """In the next step a request begins, with the tokens behind those that are known now. Others may begin like
@@ -113,7 +119,6 @@ class Forwards:
         for request in finished:
             self._leave(request)
             self._broken.discard(request)
-            self._prompts.pop(request, None)
         self._settle(self._ahead)
         self._running, self._rows, self._bucket, self._flight, self._error = True, [], None, None, None
 
@@ -155,6 +160,7 @@ class Forwards:
     def stop(self, raised: bool = False) -> None:
         """The model has run, or `raised` an error of its own."""
         self._running = False
+        self._prompts.clear()  # A forward that failed may have left some.
         if self._error is not None or raised:
             self._give_up()
 
@@ -200,13 +206,18 @@ class Forwards:
 
     def _begin_with(self, rows: Rows, prompt: Prompt) -> _Sequence | None:
         """A request whose first tokens are known. None: some of them have been forgotten, and it fails."""
-        # No more are found than vLLM was told of, though more may be known by now: it gives the others.
-        number = self._begin(prompt.ids[: rows.first + 1], prompt.salt)
+        # No more are found than vLLM was told of, though more may be known by now: it gives the others. The policy
+        # wants the queries of the last tokens of what is asked for.
+        begun = prompt.ids[: rows.first + self.engine.options.prompt_queries]
+        number = self._begin(begun, prompt.salt)
         self._sequences[rows.request] = kept = _Sequence(number, self.engine.tokens(number))
         if kept.tokens != rows.first:
+            if not self._goes_on:
+                raise InternalError(f"request {rows.request} was to begin with {rows.first} known tokens, and the "
+                                    f"engine has {kept.tokens}")
             self._end_of([rows.request])
             return None
-        self.engine.name_tokens(number, rows.first + 1, prompt.ids[rows.first + 1 :])
+        self.engine.name_tokens(number, len(begun), prompt.ids[len(begun) :])
         return kept
 
     def _begin(self, *prompt: Any) -> int:

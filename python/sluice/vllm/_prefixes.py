@@ -70,7 +70,9 @@ class Prefixes(KVConnectorBase_V1, SupportsHMA):
 
     def _salt(self, request: Any) -> int:
         """What keys and values depend on besides ids, and who may know of whose prompts."""
-        adapter = request.lora_request.lora_name if request.lora_request else ""
+        lora = request.lora_request
+        # A name may be given again, to another adapter.
+        adapter = (lora.lora_name, lora.lora_int_id, lora.lora_path) if lora else ()
         parts = (request.cache_salt or "", adapter, self._resets)
         return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 

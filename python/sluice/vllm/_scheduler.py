@@ -53,6 +53,11 @@ class _KnowsPrompts:
         """Nothing beside the scheduler has to do with it: workers have no part of it, and prompts need no hashes."""
         return
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """What the engine knows is in the place of vLLM's own, which callers mean: keys and values are stale when
+        weights have changed."""
+        return super().reset_prefix_cache(reset_running_requests, True)
+
 
 class Scheduler(_KnowsPrompts, _EndsFailed, _Scheduler):
     pass

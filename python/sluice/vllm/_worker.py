@@ -95,23 +95,19 @@ class Worker(_Worker):
         forwards = self._link.forwards
         preempted = {*(scheduler_output.preempted_req_ids or ()),
                      *scheduler_output.scheduled_cached_reqs.resumed_req_ids}
-        forwards.start(scheduler_output.finished_req_ids, preempted)
-        raised = True
-        try:
-            result = super().execute_model(scheduler_output)
-            raised = False
-        except Error:
-            if self.rank:
-                # vLLM reads the first rank's answer alone, and that waits for this one within the model.
-                logger.exception("Sluice failed on rank %d, which ends all.", self.rank)
-                raise SystemExit(1) from None
-            raise
-        finally:
-            forwards.stop(raised)
-        return self._with_failed(result)
+        with self._errors_heard():
+            forwards.start(scheduler_output.finished_req_ids, preempted)
+            raised = True
+            try:
+                result = super().execute_model(scheduler_output)
+                raised = False
+            finally:
+                forwards.stop(raised)
+            return self._with_failed(result)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        return self._with_failed(super().sample_tokens(grammar_output))
+        with self._errors_heard():
+            return self._with_failed(super().sample_tokens(grammar_output))
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -128,6 +124,18 @@ class Worker(_Worker):
                 raise Unsupported(f"layer {layer.layer_name} has the attention of {type(layer.impl).__name__}; give "
                                   "--attention-backend CUSTOM, or serve the model without --worker-cls")
         return layers
+
+    @contextlib.contextmanager
+    def _errors_heard(self) -> Iterator[None]:
+        """vLLM reads the first rank's answers alone, and that waits for the others within the model: an error of
+        another one ends its process, and so all. Without it that rank would go on without what its forward had."""
+        try:
+            yield
+        except Error:
+            if not self.rank:
+                raise
+            logger.exception("Sluice failed on rank %d, which ends all.", self.rank)
+            raise SystemExit(1) from None
 
     def _with_failed(self, output: Any) -> Any:
         """An output, with the requests whose forwards have failed."""

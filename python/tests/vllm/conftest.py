@@ -15,8 +15,9 @@ _WRITTEN = tempfile.TemporaryDirectory(prefix="sluice-vllm.")  # Goes with the p
 os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
                    "VLLM_CACHE_ROOT": _WRITTEN.name, "HF_HUB_OFFLINE": "1",
                    "VLLM_CONFIG_ROOT": _WRITTEN.name, "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                   # Or torch compiles and runs a program for each kind of vectors that the CPU may have.
-                   "TORCHINDUCTOR_VEC_ISA_OK": "1"})
+                   # Or torch compiles what vLLM has compiled even when it is eager, and asks what vectors the CPU has,
+                   # in processes of its own.
+                   "TORCHDYNAMO_DISABLE": "1"})
 
 from families import save  # noqa: E402
 

@@ -49,7 +49,8 @@ class Server:
              "--served-model-name", "served", *words],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True)
         self.said: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         for line in self.process.stdout:
@@ -64,6 +65,12 @@ class Server:
                     return
             except httpx.TransportError:
                 time.sleep(0.5)
+
+    def ended(self) -> int:
+        """Its status, once it has ended and all that it said is here."""
+        status = self.process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+        return status
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)

@@ -34,6 +34,17 @@ def test_with_another_scheduler_a_failure_ends_the_engine(model_of: Callable[[st
             engine.run(PROMPTS, greedy(30), Breaks(engine, 4, False))
 
 
+@pytest.mark.parametrize(("late", "asynchronous"), [(False, False), (True, False), (True, True)],
+                         ids=["in a layer", "at its end", "in the next step"])
+def test_a_failure_ends_a_rank_whose_answers_nobody_reads(late: bool, asynchronous: bool,
+                                                          model_of: Callable[[str], Path]) -> None:
+    """As of a second rank."""
+    with Engine(model_of("Llama"), {}, asynchronous=asynchronous) as engine:
+        engine.worker.rank, engine.forwards._goes_on = 1, False
+        with pytest.raises(SystemExit):
+            engine.run(PROMPTS, greedy(30), Breaks(engine, 4, late))
+
+
 def test_blocks_count_pages_of_the_engine(model_of: Callable[[str], Path]) -> None:
     """Those of vLLM and of host memory are as many tokens, but for one that vLLM keeps for itself."""
     for family in ("Llama", "Gemma2"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import sluice
 import torch
-from sluice.vllm._forwards import Forwards, Rows
+from sluice.vllm._forwards import Forwards, Prompt, Rows
 
 LAYERS, HEADS, KV_HEADS, SIZE = 2, 4, 2, 32
 
@@ -15,7 +15,7 @@ LAYERS, HEADS, KV_HEADS, SIZE = 2, 4, 2, 32
 def engine_of(**changes: object) -> sluice.Engine:
     options = sluice.EngineOptions(
         layers=LAYERS, q_heads=HEADS, kv_heads=KV_HEADS, head_dim=SIZE, kv_dtype="f32", sequences=2, threads=1,
-        pin_threads=False, answer_timeout_ms=30_000,
+        pin_threads=False, answer_timeout_ms=30_000, prompt_queries=1,
         **{"host_bytes": 4 << 20, "largest": sluice.Bucket(decode_rows=4, prefill_rows=64, prefills=2, max_tokens=256),
            **changes})
     options.make_room_for("full", 256)
@@ -114,4 +114,49 @@ def test_without_a_way_to_tell_an_error_is_raised() -> None:
     forwards = Forwards(engine_of(), "full", goes_on=False)
     with pytest.raises(sluice.InternalError, match="request a goes on at token 7, and the engine has 0"):
         step(forwards, Rows("a", 1, 7, False))
+    forwards.close()
+
+
+PROMPT = Prompt(range(3, 43), 0)
+
+
+def test_a_request_has_the_name_of_one_that_ends_in_the_same_step(forwards: Forwards) -> None:
+    """It was given up and came again, and its prompt is known."""
+    forwards.expect("a", PROMPT)
+    step(forwards, Rows("a", 40, 0, True))
+    step(forwards, Rows("b", 8, 0, True))
+    step(forwards, Rows("b", 1, 8, False))
+    assert forwards.known(PROMPT) == 32
+    forwards.expect("a", PROMPT)
+    assert step(forwards, Rows("a", 8, 32, True), finished=("a",)).any()
+    assert forwards.failed() == set() and forwards.engine.stats().matched_tokens == 32
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_prompt_that_was_forgotten(goes_on: bool) -> None:
+    forwards = Forwards(engine_of(), "full", goes_on=goes_on)
+    forwards.expect("a", PROMPT)
+    rows = Rows("a", 8, 32, True), Rows("b", 8, 0, True)
+    if goes_on:
+        assert step(forwards, *rows)[8:].any() and forwards.failed() == {"a"}
+    else:
+        with pytest.raises(sluice.InternalError, match="a was to begin with 32 known tokens, and the engine has 0"):
+            step(forwards, *rows)
+    forwards.close()
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_an_engine_that_cannot_say_what_it_knows(goes_on: bool) -> None:
+    """A prompt is read whole then; ranks have to agree."""
+    forwards = Forwards(engine_of(), "full", goes_on=goes_on)
+
+    def match_prefix(*_: object) -> int:
+        raise sluice.DeviceError("the device failed, as a test wants")
+
+    forwards.engine.match_prefix = match_prefix
+    if goes_on:
+        assert forwards.known(PROMPT) == 0
+    else:
+        with pytest.raises(sluice.DeviceError):
+            forwards.known(PROMPT)
     forwards.close()

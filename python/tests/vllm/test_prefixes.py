@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engines import Engine, greedy, prompts
+from sluice.vllm._prefixes import Prefixes
 from vllm import SamplingParams
 
 PAGE = 16  # Tokens, as an engine has them by default.
@@ -67,6 +69,30 @@ def test_salts_keep_prompts_apart(engine: Engine) -> None:
     assert known == [0, 0] + [whole(len(LONG) - 1)] * 2
 
 
+def test_adapters_keep_prompts_apart() -> None:
+    """Also one that has the name of another, which was unloaded."""
+    salts: list[int] = []
+    prefixes = Prefixes(SimpleNamespace(known=lambda prompt: salts.append(prompt.salt) or 0))
+    for adapter in (None, ("a", 1, "one"), ("b", 2, "two"), ("a", 3, "two"), ("a", 1, "one")):
+        lora = None if adapter is None else SimpleNamespace(
+            **dict(zip(("lora_name", "lora_int_id", "lora_path"), adapter)))
+        prefixes.get_num_new_matched_tokens(SimpleNamespace(
+            request_id="0", mm_features=[], prompt_embeds=None, skip_reading_prefix_cache=False, cache_salt=None,
+            lora_request=lora, num_tokens=len(LONG), all_token_ids=LONG), 0)
+    assert len(set(salts)) == 4 and salts[1] == salts[4]
+
+
+@pytest.mark.parametrize("policy", ["sluice", "snapkv"])
+def test_policies(policy: str, model_of: Callable[[str], Path]) -> None:
+    """The second wants the queries of a prompt's last 32 tokens, which are computed, known or not."""
+    with Engine(model_of("Llama"), {"policy": policy}) as engine:
+        unseen = engine.forwards.engine.options.prompt_queries
+        assert unseen == {"sluice": 1, "snapkv": 32}[policy]
+        answers = [engine.run([LONG, COMMON], greedy(8)) for _ in range(2)]
+    assert [each.reason for each in answers[0] + answers[1]] == ["length"] * 4
+    assert [each.known for each in answers[1]] == [whole(len(ids) - unseen) for ids in (LONG, COMMON)]
+
+
 def test_requests_of_the_same_step_do_not_wait_for_each_other(engine: Engine) -> None:
     """What one computes the other one finds later, and no more than vLLM was told of."""
     answers = engine.run([LONG, LONG, COMMON], ANSWER, cache_salt="beside")
@@ -90,8 +116,9 @@ def test_short_prompts_and_whole_pages(engine: Engine) -> None:
 
 
 def test_a_reset_forgets(engine: Engine) -> None:
+    """As vLLM's own prefixes are, which callers mean when they do not speak of connectors."""
     engine.run([LONG], ANSWER, cache_salt="reset")
-    engine.core.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.vllm.reset_prefix_cache()
     assert [engine.run([LONG], ANSWER, cache_salt="reset")[0].known for _ in range(2)] == [0, whole(len(LONG) - 1)]
 
 
@@ -101,12 +128,17 @@ def test_requests_that_are_preempted_find_their_prompts(model_of: Callable[[str]
         own = engine.tokens(given, greedy(60))
 
         def preempt(step: int, numbers: list[str]) -> None:
+            scheduler = engine.core.scheduler
             if step == 20:
-                assert engine.core.scheduler.reset_prefix_cache(reset_running_requests=True)
+                while scheduler.running:
+                    scheduler._preempt_request(scheduler.running.pop(), 0.0)
+                scheduler.prev_step_scheduled_req_ids.clear()
+            if step == 40:  # What they were known by is not found now.
+                assert scheduler.reset_prefix_cache(reset_running_requests=True)
 
         before = engine.forwards.engine.stats().matched_tokens
         assert [each.tokens for each in engine.run(given, greedy(60), preempt, cache_salt="preempted")] == own
-        assert engine.forwards.preemptions == len(given)
+        assert engine.forwards.preemptions == 2 * len(given)
         assert engine.forwards.engine.stats().matched_tokens - before == sum(whole(len(ids)) for ids in given)
 
 
@@ -115,12 +147,11 @@ def test_what_is_known_gives_way(model_of: Callable[[str], Path]) -> None:
     given = prompts(*range(40, 200, 10), seed=8)
     with Engine(model_of("Llama"), {"host_bytes": 1 << 20}, enable_prefix_caching=False) as engine:
         own = engine.tokens(given, ANSWER)
-    for asynchronous in (False, True):
-        with Engine(model_of("Llama"), {"host_bytes": 1 << 20}, asynchronous=asynchronous) as engine:
-            for _ in range(2):
-                assert engine.tokens(given, ANSWER) == own
-            stats = engine.forwards.engine.stats()
-            assert stats.evicted_blocks > 0 and stats.matched_tokens > 0
+    with Engine(model_of("Llama"), {"host_bytes": 1 << 20}, asynchronous=True) as engine:
+        for _ in range(2):
+            assert engine.tokens(given, ANSWER) == own
+        stats = engine.forwards.engine.stats()
+        assert stats.evicted_blocks > 0 and stats.matched_tokens > 0
 
 
 def test_a_prompt_that_is_forgotten_too_early_fails_alone(engine: Engine) -> None:

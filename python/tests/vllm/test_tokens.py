@@ -46,7 +46,7 @@ def test_tokens_are_vllms_own(family: str, model_of: Callable[[str], Path],
         assert 0 < kept < engine.forwards.engine.options.host_bytes / 50
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES[:4])  # The last one is below.
 def test_tokens_of_requests_that_were_preempted_are_the_same(family: str, model_of: Callable[[str], Path],
                                                              own_of: Callable[[str], list[list[int]]]) -> None:
     own = own_of(family)
