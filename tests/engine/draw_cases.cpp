@@ -69,36 +69,16 @@ TEST_CASE("few tokens are attended whole until there is something to draw", "[en
 
 TEST_CASE("ties, keys that stand out and keys that are no numbers are drawn by their chances", "[engine][sample]") {
   const EngineRig rig = engine_rig();
-  const auto kind = GENERATE(0, 1, 2);
-  CAPTURE(kind);
-  Story story = story_of(rig, 220, 925);
-  if (kind == 0) story.repeat_keys(9);
-  if (kind == 1) story.scale_queries(205, 40.f);
-  if (kind == 2) {
-    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) story.poison(layer, 60 + layer);
-  }
-  Engine engine(options_for(rig, 1, 0), rig.device);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy(kSample))};
-  import_story(engine, rig, teller, 200);  // A prompt would attend keys that are no numbers.
-  Held held;
-  goes_on(engine, rig, teller, kDraws, 20, held);
-  held.require();
+  require_hard_keys(rig, options_for(rig, 1, 0), story_of(rig, 220, 925), 40.f, kSample, kDraws);
 }
 
 TEST_CASE("long sequences draw in parts of theirs, as whole ones would", "[engine][sample]") {
   const EngineRig rig = engine_rig();
   const std::uint32_t rows = GENERATE(1u, 2u);
   CAPTURE(rows);
-  const Story story = story_of(rig, 5016, 926);
-  EngineOptions options = options_for(rig, rows, 9);
-  options.host_bytes = 700 * block_bytes(options);  // On a GPU four blocks and more share a row.
-  Engine engine(options, rig.device);
-  Teller teller{.story = &story,
-                .id = engine.begin(parse_policy("exact | int4 | sample=40 | near=0,sinks=4,recent=20"))};
-  import_story(engine, rig, teller, 5006);
-  Held held;
-  goes_on(engine, rig, teller, {.sinks = 4, .recent = 20, .drawn = 40}, 6, held);
-  held.require();
+  over_many_tokens(rig, options_for(rig, rows, 9), story_of(rig, 5016, 926),
+                   "exact | int4 | sample=40 | near=0,sinks=4,recent=20", {.sinks = 4, .recent = 20, .drawn = 40})
+      .require();
 }
 
 TEST_CASE("a batch of policies that draw and that do not attends what each does alone", "[engine][sample]") {

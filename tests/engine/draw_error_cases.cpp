@@ -145,34 +145,16 @@ TEST_CASE("groups of one, three and seven heads draw as many as each asks for", 
 
 TEST_CASE("ties, keys that stand out and keys that are no numbers ask for more draws", "[engine][sample]") {
   const EngineRig rig = engine_rig();
-  const auto kind = GENERATE(0, 1, 2);
-  CAPTURE(kind);
-  Story story = story_of(rig, 220, 957);
-  if (kind == 0) story.repeat_keys(9);
-  if (kind == 1) story.scale_queries(205, 25.f);
-  if (kind == 2) {
-    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) story.poison(layer, 60 + layer);
-  }
-  Engine engine(options_for(rig, 1, 0), rig.device);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy(kSampleError))};
-  import_story(engine, rig, teller, 200);  // A prompt would attend keys that are no numbers.
-  Held held;
-  goes_on(engine, rig, teller, kErrorDraws, 20, held);
-  held.require();
+  require_hard_keys(rig, options_for(rig, 1, 0), story_of(rig, 220, 957), 25.f, kSampleError, kErrorDraws);
 }
 
 TEST_CASE("long sequences draw as many as it takes in parts of theirs", "[engine][sample]") {
   const EngineRig rig = engine_rig();
   const std::uint32_t rows = GENERATE(1u, 2u);
   CAPTURE(rows);
-  const Story story = story_of(rig, 5016, 958);
-  EngineOptions options = options_for(rig, rows, 9);
-  options.host_bytes = 700 * block_bytes(options);  // On a GPU four blocks and more share a row.
-  Engine engine(options, rig.device);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy(with("sample=12,error=20%,most=48")))};
-  import_story(engine, rig, teller, 5006);
-  Held held;
-  goes_on(engine, rig, teller, {.sinks = 4, .recent = 20, .drawn = 12, .error = 0.2, .most = 48}, 6, held);
+  const Held held =
+      over_many_tokens(rig, options_for(rig, rows, 9), story_of(rig, 5016, 958), with("sample=12,error=20%,most=48"),
+                       {.sinks = 4, .recent = 20, .drawn = 12, .error = 0.2, .most = 48});
   REQUIRE(held.layers > held.close);
 }
 

@@ -57,36 +57,16 @@ TEST_CASE("a sample of all tokens by 3 bits is dense attention, bit by bit", "[e
 
 TEST_CASE("ties, keys that stand out and keys that are no numbers are drawn by 3 bits", "[engine][int3]") {
   const EngineRig rig = engine_rig();
-  const auto kind = GENERATE(0, 1, 2);
-  CAPTURE(kind);
-  Story story = coded_story(rig, 220, 943);
-  if (kind == 0) story.repeat_keys(9);
-  if (kind == 1) story.scale_queries(205, 40.f);
-  if (kind == 2) {
-    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) story.poison(layer, 60 + layer);
-  }
-  Engine engine(three_bits(rig, 1, 0), rig.device);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy(kThreeBits))};
-  import_story(engine, rig, teller, 200);  // A prompt would attend keys that are no numbers.
-  Held held;
-  goes_on(engine, rig, teller, kDraws, 20, held);
-  held.require();
+  require_hard_keys(rig, three_bits(rig, 1, 0), coded_story(rig, 220, 943), 40.f, kThreeBits, kDraws);
 }
 
 TEST_CASE("long sequences are drawn from by 3 bits in parts of theirs", "[engine][int3]") {
   const EngineRig rig = engine_rig();
   const std::uint32_t rows = GENERATE(1u, 2u);
   CAPTURE(rows);
-  const Story story = coded_story(rig, 5016, 944);
-  EngineOptions options = three_bits(rig, rows, 9);
-  options.host_bytes = 700 * block_bytes(options);  // On a GPU four blocks and more share a row.
-  Engine engine(options, rig.device);
-  Teller teller{.story = &story,
-                .id = engine.begin(parse_policy("exact | int3 | sample=40 | near=0,sinks=4,recent=20"))};
-  import_story(engine, rig, teller, 5006);
-  Held held;
-  goes_on(engine, rig, teller, {.sinks = 4, .recent = 20, .drawn = 40}, 6, held);
-  held.require();
+  over_many_tokens(rig, three_bits(rig, rows, 9), coded_story(rig, 5016, 944),
+                   "exact | int3 | sample=40 | near=0,sinks=4,recent=20", {.sinks = 4, .recent = 20, .drawn = 40})
+      .require();
 }
 
 TEST_CASE("a batch that chooses by 3 bits attends what each of it does alone", "[engine][int3]") {

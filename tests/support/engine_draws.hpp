@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <string>
+#include <string_view>
 
 #include "tests/support/catch.hpp"
 #include "tests/support/draw_reference.hpp"
@@ -70,6 +71,36 @@ inline void goes_on(Engine& engine, const EngineRig& rig, Teller& teller, const 
     (void)run_batch(engine, rig, tensors, items, bucket);
     require_drawn(rig, tensors.out(0), tensors.lse(0), *teller.story, shape, {.first = teller.at}, policy, held);
   }
+}
+
+/// `story` has ties, then keys that stand out by `scale`, then keys that are no numbers.
+inline void require_hard_keys(const EngineRig& rig, const EngineOptions& options, Story story, float scale,
+                              std::string_view text, const DrawPolicy& policy) {
+  const auto kind = GENERATE(0, 1, 2);
+  CAPTURE(kind);
+  if (kind == 0) story.repeat_keys(9);
+  if (kind == 1) story.scale_queries(205, scale);
+  if (kind == 2) {
+    for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) story.poison(layer, 60 + layer);
+  }
+  Engine engine(options, rig.device);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(text))};
+  import_story(engine, rig, teller, 200);  // A prompt would attend keys that are no numbers.
+  Held held;
+  goes_on(engine, rig, teller, policy, 20, held);
+  held.require();
+}
+
+/// On a GPU four blocks and more share a row of `story`, which has 5,016 tokens. `options`: room for a row or two.
+inline Held over_many_tokens(const EngineRig& rig, EngineOptions options, const Story& story, std::string_view text,
+                             const DrawPolicy& policy) {
+  options.host_bytes = 700 * block_bytes(options);
+  Engine engine(options, rig.device);
+  Teller teller{.story = &story, .id = engine.begin(parse_policy(text))};
+  import_story(engine, rig, teller, 5006);
+  Held held;
+  goes_on(engine, rig, teller, policy, 6, held);
+  return held;
 }
 
 inline Teller begun(Engine& engine, const EngineRig& rig, const Story& story, const char* text, std::uint32_t tokens) {
