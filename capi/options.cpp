@@ -1,4 +1,5 @@
 #include "capi/options.hpp"
+#include "sluice/page_rules.hpp"
 
 #include <unistd.h>
 

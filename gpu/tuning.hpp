@@ -4,9 +4,9 @@
 #include <string>
 
 #include "gpu/head_dims.hpp"
-#include "sluice/page.hpp"
 #include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"
+#include "sluice/step/page.hpp"
 
 /// Sizes that the attention kernels are compiled with, and the one answer to "which kernel?".
 namespace sluice::gpu {

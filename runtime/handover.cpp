@@ -1,4 +1,4 @@
-#include "sluice/handover.hpp"
+#include "sluice/device.hpp"
 
 #include <string>
 

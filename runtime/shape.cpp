@@ -3,8 +3,8 @@
 #include <string>
 
 #include "cpu/machine/limits.hpp"
+#include "sluice/engine_options.hpp"
 #include "sluice/error.hpp"
-#include "sluice/host_memory.hpp"
 
 namespace sluice {
 namespace {

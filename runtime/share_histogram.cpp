@@ -1,9 +1,7 @@
-#include "sluice/share_histogram.hpp"
+#include "sluice/audit.hpp"
 
 #include <algorithm>
 #include <cmath>
-
-#include "sluice/audit.hpp"
 
 namespace sluice {
 

@@ -1,4 +1,4 @@
-#include "sluice/placement.hpp"
+#include "sluice/engine_options.hpp"
 
 #include <string>
 

@@ -1,4 +1,5 @@
 #include "scheduler/prefill_auto.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 #include <algorithm>
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "sluice/prefill.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::scheduler {
 

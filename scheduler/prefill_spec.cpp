@@ -5,6 +5,7 @@
 
 #include "sluice/error.hpp"
 #include "sluice/prefill.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice {
 namespace {

@@ -7,6 +7,7 @@
 
 #include "cpu/backend/flex_choice.hpp"
 #include "sluice/prefill.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::cpu {
 

@@ -9,6 +9,7 @@
 
 #include "cpu/backend/backend.hpp"
 #include "cpu/backend/verbs.hpp"
+#include "cpu/stages/score_tokens.hpp"
 #include "sluice/step/order_key.hpp"
 
 namespace sluice::cpu {
@@ -19,9 +20,9 @@ constexpr auto kLog = [](double x) noexcept { return std::log(x); };
 /// One query head of a task.
 class HeadChoice {
  public:
-  HeadChoice(Backend& host, const ChooseClustersTask& task, const AttentionShape& shape, const PageLayout& layout,
+  HeadChoice(const Kernels& kernels, const ChooseClustersTask& task, const AttentionShape& shape, const PageLayout& layout,
              std::uint32_t head)
-      : host_(host), task_(task), shape_(shape), layout_(layout), head_(head) {
+      : kernels_(kernels), task_(task), shape_(shape), layout_(layout), head_(head) {
     shape_.q_heads = shape_.kv_heads = 1;
   }
 
@@ -60,13 +61,14 @@ class HeadChoice {
     for (std::uint32_t token = task_.recent; token < task_.tokens; ++token) tokens.push_back(token);
     for (std::uint32_t i = 0; i < task_.samples.size(); ++i) tokens.push_back(list_[task_.samples.position(i)]);
     scores_.resize(tokens.size());
-    host_.estimate_tokens({.q = q(),
-                           .copies = task_.copies,
-                           .mean = task_.mean,
-                           .frames = task_.frames,
-                           .tokens = tokens,
-                           .out = scores_.data()},
-                          shape_, layout_);
+    estimate_tokens(kernels_,
+                    {.q = q(),
+                     .copies = task_.copies,
+                     .mean = task_.mean,
+                     .frames = task_.frames,
+                     .tokens = tokens,
+                     .out = scores_.data()},
+                    shape_, layout_);
     for (std::size_t i = task_.anyway(); i < tokens.size(); ++i) {
       if (tokens[i] < task_.sinks || tokens[i] >= task_.recent) scores_[i] = -std::numeric_limits<float>::infinity();
     }
@@ -115,7 +117,7 @@ class HeadChoice {
     return high;
   }
 
-  Backend& host_;
+  const Kernels& kernels_;
   const ChooseClustersTask& task_;
   AttentionShape shape_;  ///< of one query head
   const PageLayout& layout_;
@@ -132,7 +134,7 @@ void Backend::choose_clusters(std::span<const ChooseClustersTask> tasks, const A
   check("choose_clusters", shape, layout);
   for (const ChooseClustersTask& task : tasks) {
     for (std::uint32_t head = 0; head < shape.group() && task.clusters != 0; ++head)
-      HeadChoice(*this, task, shape, layout, head).run();
+      HeadChoice(kernels_, task, shape, layout, head).run();
   }
 }
 

@@ -9,8 +9,8 @@
 
 #include "cpu/backend/backend.hpp"
 #include "cpu/backend/verbs.hpp"
-#include "sluice/progress.hpp"
 #include "sluice/step/order_key.hpp"
+#include "sluice/step/progress.hpp"
 
 namespace sluice::cpu {
 namespace {

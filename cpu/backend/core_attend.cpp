@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "cpu/backend/backend.hpp"
-#include "cpu/backend/row_list.hpp"
 #include "cpu/backend/verbs.hpp"
+#include "cpu/stages/row_list.hpp"
 
 namespace sluice::cpu {
 namespace {

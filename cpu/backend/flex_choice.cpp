@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "sluice/step/prefill_choice.hpp"
 #include "sluice/step/top_p.hpp"
 
 namespace sluice::cpu {

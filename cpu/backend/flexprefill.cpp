@@ -2,6 +2,7 @@
 // block, others by columns and diagonals; each as few as hold a share of gamma.
 
 #include "cpu/backend/block_choice.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::cpu {
 namespace {

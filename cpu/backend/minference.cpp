@@ -5,6 +5,7 @@
 #include <array>
 
 #include "cpu/backend/block_choice.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::cpu {
 namespace {

@@ -14,6 +14,7 @@
 #include "cpu/backend/verbs.hpp"
 #include "cpu/threads/lent.hpp"
 #include "sluice/error.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::cpu {
 namespace {

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "cpu/backend/verbs.hpp"
-#include "sluice/step/prefill_verbs.hpp"
+#include "sluice/step/prefill_tasks.hpp"
 
 namespace sluice::cpu {
 

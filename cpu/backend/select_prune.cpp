@@ -6,6 +6,7 @@
 
 #include "cpu/backend/backend.hpp"
 #include "cpu/backend/verbs.hpp"
+#include "cpu/stages/code_rows.hpp"
 
 namespace sluice::cpu {
 namespace {
@@ -24,44 +25,6 @@ struct ScoreInt4Call {
   std::vector<PageSlice> slices;
 };
 
-constexpr std::uint32_t kSliceRows = 1024;
-
-/// Addresses of a few rows on their way to the kernel.
-class RowBatch {
- public:
-  explicit RowBatch(const CodeLayout& layout) : layout_(layout) {}
-  [[nodiscard]] bool full() const noexcept { return count_ == kSliceRows; }
-  void add(const std::byte* copy, std::uint32_t row) noexcept {
-    codes_[count_] = copy + layout_.codes_offset(row);
-    if (layout_.few()) thirds_[count_] = copy + layout_.thirds_offset(row);
-    params_[count_++] = copy + layout_.params_offset() + row * CodeLayout::kParamBytes;
-  }
-  /// Scores the rows for heads [0, group) of `q` and starts again.
-  void flush(const Kernels& kernels, const float* q, const float* mean, float scale, std::uint32_t group, float* out,
-             std::uint64_t token_stride, std::uint64_t head_stride) noexcept {
-    kernels.score_int4({.q = q,
-                        .mean = mean,
-                        .scale = scale,
-                        .codes = codes_,
-                        .thirds = layout_.few() ? thirds_ : nullptr,
-                        .params = params_,
-                        .count = count_,
-                        .group = group,
-                        .head_dim = layout_.head_dim,
-                        .out = out,
-                        .token_stride = token_stride,
-                        .head_stride = head_stride});
-    count_ = 0;
-  }
-
- private:
-  CodeLayout layout_;
-  std::uint32_t count_ = 0;
-  const std::byte* codes_[kSliceRows];
-  const std::byte* thirds_[kSliceRows];  ///< of 3 bits
-  const std::byte* params_[kSliceRows];
-};
-
 /// Rows of one slice, scored in batches; in a row of listed pages -infinity where one has no row for it.
 void score_slice(const Kernels& kernels, const PageSlice& slice, const AttentionShape& shape,
                  const CodeLayout& layout) {
@@ -71,7 +34,7 @@ void score_slice(const Kernels& kernels, const PageSlice& slice, const Attention
   const std::uint64_t stride = task.row(page_tokens);
   const float* const q = task.q + std::size_t{slice.head} * shape.head_dim;
   float* const out = task.out + slice.head * stride;
-  RowBatch batch(layout);
+  CodeRows batch(layout);
   std::uint64_t done = std::uint64_t{slice.begin} * page_tokens;
   std::uint64_t next = done;
   const auto flush = [&] {
@@ -154,7 +117,7 @@ void Backend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionSh
   const auto call = Lent<ScoreInt4Call>::reused(workers_);
   call->tasks.assign(tasks.begin(), tasks.end());
   call->slices.clear();
-  const std::uint32_t step = std::max(1u, kSliceRows / layout.page_tokens);
+  const std::uint32_t step = std::max(1u, CodeRows::kMost / layout.page_tokens);
   std::uint64_t pages = 0;
   for (const ScoreInt4Task& task : call->tasks) {
     const bool lists = task.lists != nullptr;
@@ -174,26 +137,6 @@ void Backend::score_int4(std::span<const ScoreInt4Task> tasks, const AttentionSh
                   if (slice.tail) return score_tail(kernels, *slice.task, shape, layout);
                   score_slice(kernels, slice, shape, copy);
                 });
-}
-
-void Backend::estimate_tokens(const EstimateTask& task, const AttentionShape& shape, const PageLayout& layout) {
-  check("estimate_tokens", shape, layout);
-  const CodeLayout copy(layout);
-  const std::uint32_t group = shape.group();
-  const std::uint64_t slices = div_up(task.tokens.size(), kSliceRows);
-  const auto run = [&kernels = kernels_, task, copy, group, shape](std::uint32_t i) {
-    const std::size_t begin = std::size_t{i} * kSliceRows;
-    RowBatch batch(copy);
-    for (const std::uint32_t token :
-         task.tokens.subspan(begin, std::min<std::size_t>(kSliceRows, task.tokens.size() - begin))) {
-      batch.add(task.copies + task.frames[token / copy.page_tokens] * copy.page_bytes(), token % copy.page_tokens);
-    }
-    const std::size_t count = std::min<std::size_t>(kSliceRows, task.tokens.size() - begin) * group;
-    batch.flush(kernels, task.q, task.mean, shape.score_scale(), group, task.out + begin * group, group, 1);
-    for (std::size_t j = begin * group; j < begin * group + count && shape.softcap != 0.f; ++j)
-      task.out[j] = shape.capped(task.out[j]);
-  };
-  for_each_unit(workers_, slices, task.tokens.size() * copy.row_bytes(), run);
 }
 
 void Backend::top_p(std::span<const TopPTask> tasks, Stream*) {

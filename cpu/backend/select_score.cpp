@@ -1,11 +1,12 @@
-// Verbs that score pages and tokens, and the largest of the scores.
+// Verbs that score and cluster, and the largest of the scores.
 
 #include <algorithm>
 #include <vector>
 
 #include "cpu/backend/backend.hpp"
-#include "cpu/backend/row_list.hpp"
 #include "cpu/backend/verbs.hpp"
+#include "cpu/stages/k_means.hpp"
+#include "sluice/page_rules.hpp"
 #include "sluice/step/top_k.hpp"
 
 namespace sluice::cpu {
@@ -88,34 +89,15 @@ void Backend::score_pages(std::span<const ScorePagesTask> tasks, const Attention
                 });
 }
 
-void Backend::score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream*) {
-  if (tasks.empty()) return;
-  for (const ScoreTokensTask& task : tasks) check("score_tokens", shape, task.kv.layout);
-  const auto tokens = [](const ScoreTokensTask& task) { return task.tokens.size(); };
-  const auto lent = Lent<SlicedTasks<ScoreTokensTask>>::reused(workers_);
-  lent->cut(tasks, tokens);
-  const std::uint64_t row_bytes = tasks.front().kv.layout.row_bytes();
-  for_each_unit(workers_, lent->slices.size(), total(tasks, tokens) * row_bytes,
-                [all = lent.get(), &kernels = kernels_, shape](std::uint32_t i) {
-                  const Slice& slice = all->slices[i];
-                  const ScoreTokensTask& task = all->tasks[slice.task];
-                  const auto some = task.tokens.subspan(slice.begin, slice.end - slice.begin);
-                  const std::byte* rows[kSliceRows];
-                  const float* scales[kSliceRows];
-                  list_rows(task.kv, some, rows);
-                  if (task.kv.layout.scaled()) list_scales(task.kv, some, scales);
-                  kernels_for(kernels, task.kv.layout.dtype)
-                      .score({.q = task.q,
-                              .scale = shape.score_scale(),
-                              .softcap = shape.softcap,
-                              .k = rows,
-                              .scales = scales,
-                              .count = slice.end - slice.begin,
-                              .group = shape.group(),
-                              .head_dim = shape.head_dim,
-                              .out = task.out + std::size_t{slice.begin} * shape.group()});
-                });
+void Backend::cluster(std::span<const ClusterTask> tasks, Stream*) {
+  for (const ClusterTask& task : tasks) {
+    check("cluster", task.kv.layout);
+    check_clusters(task);
+  }
+  for (const ClusterTask& task : tasks) k_means(kernels_, task, workers_);
 }
+
+std::uint64_t Backend::cluster_scratch_bytes(const ClusterTask&) const { return 0; }
 
 void Backend::top_k(std::span<const TopKTask> tasks, Stream*) {
   const std::uint64_t values = total(tasks, [](const TopKTask& task) { return task.values.size(); });

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/backend/block_choice.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::cpu {
 namespace {

@@ -6,12 +6,12 @@
 #include <vector>
 
 #include "cpu/kernels/kernels.hpp"
+#include "cpu/stages/rows.hpp"
 #include "cpu/threads/lent.hpp"
 #include "cpu/threads/workers.hpp"
-#include "sluice/page.hpp"
-#include "sluice/partial.hpp"
 #include "sluice/shape.hpp"
-#include "sluice/step/select_verbs.hpp"
+#include "sluice/step/page.hpp"
+#include "sluice/step/select_tasks.hpp"
 
 namespace sluice::cpu {
 
@@ -45,36 +45,10 @@ inline void check(const char* verb, const AttentionShape& shape, const PageLayou
   if (!supports(shape) || !supports(layout) || layout.head_dim != shape.head_dim) refuse(verb, shape, layout);
 }
 
-[[nodiscard]] inline const ElementKernels& kernels_for(const Kernels& kernels, DType type) noexcept {
-  return kernels.element[static_cast<int>(type)];
-}
-
 /// What verbs read and write but pages has no scales.
 inline void check_tensor_type(const char* verb, DType type) {
   if (!is_tensor_type(type)) refuse(verb, type);
 }
-
-/// The scales of a page from a token on: of its key, of its value; null if it has none.
-[[nodiscard]] inline const float* scales_in(const PageLayout& layout, const std::byte* page,
-                                            std::uint32_t token = 0) noexcept {
-  if (!layout.scaled()) return nullptr;
-  return reinterpret_cast<const float*>(page + layout.scales_offset()) + std::size_t{2} * token;
-}
-
-/// A row of keys or values of a page to float32. `scale`: the row's, if the layout has scales.
-inline void read_row(const Kernels& kernels, const PageLayout& layout, const std::byte* row, const float* scale,
-                     float* out) noexcept {
-  if (layout.scaled()) return kernels.e4m3.decode(row, *scale, out, layout.head_dim);
-  kernels_for(kernels, layout.dtype).widen(row, out, layout.head_dim);
-}
-inline void write_row(const Kernels& kernels, const PageLayout& layout, const float* in, std::byte* row,
-                      float* scale) noexcept {
-  if (layout.scaled()) return kernels.e4m3.encode(in, row, scale, layout.head_dim);
-  kernels_for(kernels, layout.dtype).narrow(in, row, layout.head_dim);
-}
-
-/// The mean key of a full page, see CodeLayout: float32 [head_dim].
-void key_mean(const Kernels& kernels, const PageLayout& layout, const std::byte* page, float* out) noexcept;
 
 /// Below this a thread is done (40 us at 12 GB/s) before others have woken up (5 to 10 us) and helped; small
 /// verbs are also called from inside workers, where every thread has work already.
@@ -119,9 +93,6 @@ class Scratch {
   };
   std::vector<Line> lines_;
 };
-
-/// Folds `part` into `whole`, row by row, by the merge algebra.
-void merge_into(const Partial& whole, const Partial& part, std::uint32_t rows, std::uint32_t head_dim) noexcept;
 
 /// Marks what `task` keeps in its mask; returns how many.
 std::uint32_t select_top_p(const Kernels& kernels, const TopPTask& task);

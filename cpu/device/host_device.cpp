@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "cpu/device/fault_injector.hpp"
-#include "cpu/device/host_backend.hpp"
 #include "cpu/device/host_event.hpp"
 #include "cpu/device/host_stream.hpp"
 #include "cpu/forward/forward_verbs.hpp"
@@ -139,8 +138,7 @@ struct HostDevice::Impl {
   std::shared_ptr<const Workers> workers;
   std::chrono::milliseconds flag_timeout;
   DeviceInfo info;
-  HostBackend backend;
-  ForwardVerbs forward_verbs{backend, *workers};
+  ForwardVerbs forward_verbs{*workers};
   std::shared_ptr<Ledger> ledger;
   std::shared_ptr<Registry> registry = std::make_shared<Registry>();
   std::shared_ptr<FaultInjector> injector;
@@ -157,7 +155,6 @@ struct HostDevice::Impl {
              .own_processor = false,
              .handover = options.handover,
              .stream_waits = true},
-        backend(*workers),
         ledger(std::make_shared<Ledger>(options.memory_bytes)),
         injector(std::make_shared<FaultInjector>(options.faults)),
         sequence(*injector, 0) {}
@@ -182,7 +179,6 @@ HostDevice::HostDevice(std::shared_ptr<const Workers> workers, const HostDeviceO
 HostDevice::~HostDevice() = default;
 
 const DeviceInfo& HostDevice::info() const noexcept { return impl_->info; }
-sluice::Backend& HostDevice::backend() noexcept { return impl_->backend; }
 sluice::ForwardVerbs* HostDevice::forward_verbs() noexcept { return &impl_->forward_verbs; }
 
 std::unique_ptr<Buffer> HostDevice::allocate(std::uint64_t bytes) {

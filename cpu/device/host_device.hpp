@@ -32,7 +32,7 @@ struct HostDeviceOptions {
 };
 
 /// The embedded default device: near memory is ordinary memory, streams are in-order queues on threads
-/// of their own, verbs run cpu::Backend on the shared workers. Same asynchrony and same contract as a
+/// of their own, verbs are computed by the shared workers. Same asynchrony and same contract as a
 /// GPU, so that races show without one. A stream destroyed with work in its queue drops it; events and flags
 /// that would have followed fail.
 /// Thread safety: as Device. Destroy all streams, events and buffers first.
@@ -43,7 +43,6 @@ class HostDevice final : public Device {
   ~HostDevice() override;
 
   [[nodiscard]] const DeviceInfo& info() const noexcept override;
-  [[nodiscard]] sluice::Backend& backend() noexcept override;
   [[nodiscard]] sluice::ForwardVerbs* forward_verbs() noexcept override;
   [[nodiscard]] std::unique_ptr<Buffer> allocate(std::uint64_t bytes) override;
   [[nodiscard]] std::unique_ptr<Buffer> allocate_pinned(std::uint64_t bytes) override;

@@ -68,6 +68,10 @@ void HostStream::copy(std::span<const Copy> batch) {
   if (!batch.empty()) push(CopyBatch{{batch.begin(), batch.end()}}, FaultSite::copy);
 }
 
+void HostStream::fill(std::span<std::byte> memory, std::byte value) {
+  if (!memory.empty()) push(Call{"fill", [=] { std::ranges::fill(memory, value); }}, FaultSite::copy);
+}
+
 void HostStream::record(Event& event) {
   auto* const host_event = dynamic_cast<HostEvent*>(&event);
   if (host_event == nullptr) throw Error(Errc::invalid_argument, "record: the event belongs to another kind of device");

@@ -2,8 +2,9 @@
 #include <algorithm>
 
 #include "cpu/forward/forward_layer.hpp"
-#include "sluice/partial.hpp"
+#include "sluice/page_rules.hpp"
 #include "sluice/step/int4.hpp"
+#include "sluice/step/partial.hpp"
 
 namespace sluice::cpu {
 namespace {
@@ -44,6 +45,18 @@ void make_codes(const Kernels& kernels, const ForwardMemory& m, std::uint32_t pl
                    .layout = copy});
 }
 
+/// Of a full page, if there are digests.
+void digest(const Kernels& kernels, const ForwardMemory& m, std::uint32_t plane, std::uint32_t block) {
+  if (m.digests == nullptr) return;
+  const std::byte* const page = m.far_block(plane, block);
+  const ElementKernels& of = kernels_for(kernels, m.far_layout.dtype);
+  (m.digest == DigestKind::box ? of.digest_box : of.digest_cuboid_mean)({.k = page,
+                                                                         .scales = scales_in(m.far_layout, page),
+                                                                         .out = m.digest_of(plane, block),
+                                                                         .rows = m.layout.page_tokens,
+                                                                         .head_dim = m.shape.head_dim});
+}
+
 /// The mean key for a token; null: 0. Of layers with windows nobody reads codes.
 const float* key_mean_for(const Kernels& kernels, const ForwardMemory& m, const ForwardToken& token,
                           std::uint32_t plane) {
@@ -69,16 +82,18 @@ void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardL
           near == nullptr ? nullptr : near + m.layout.half_bytes());
   make_codes(kernels, m, plane, block, at, 1, key_mean_for(kernels, m, m.tokens[r], plane));
   if (at + 1 != m.layout.page_tokens) return;
-  if (m.digests == nullptr) return;
-  const ElementKernels& of = kernels_for(kernels, m.far_layout.dtype);
-  (m.digest == DigestKind::box ? of.digest_box : of.digest_cuboid_mean)({.k = page,
-                                                                         .scales = scales_in(m.far_layout, page),
-                                                                         .out = m.digest_of(plane, block),
-                                                                         .rows = m.layout.page_tokens,
-                                                                         .head_dim = m.shape.head_dim});
+  digest(kernels, m, plane, block);
 }
 
 }  // namespace
+
+void derive(const Kernels& kernels, const ForwardMemory& m, std::uint32_t plane, std::span<const FarPage> pages,
+            const float* mean) {
+  for (const FarPage& page : pages) {
+    make_codes(kernels, m, plane, page.block, 0, page.rows, mean);
+    if (page.rows == m.layout.page_tokens) digest(kernels, m, plane, page.block);
+  }
+}
 
 void renew_key_mean(const Kernels& kernels, const ForwardMemory& m, const ForwardKeyMean& of, std::uint32_t plane) {
   float* const mean = m.key_mean_of(of.list, plane);

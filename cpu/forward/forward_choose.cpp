@@ -80,7 +80,7 @@ std::uint32_t tell_apart(const ForwardMemory& m, const ForwardRow& row, std::uin
 
 }  // namespace
 
-void rank(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
+void rank(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     if (row.pages == 0) return;
@@ -93,7 +93,7 @@ void rank(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
   });
 }
 
-void score(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
+void score(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
   std::vector<ScoreInt4Task> tasks;  // Of all heads: each alone would not keep many threads busy.
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
@@ -103,7 +103,7 @@ void score(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
   for (const ScoreInt4Task& task : tasks) perturb(m.shape, task);
 }
 
-void choose(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
+void choose(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
   std::vector<TopKTask> counts;
   std::vector<TopPTask> shares;

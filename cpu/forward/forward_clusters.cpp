@@ -4,7 +4,7 @@
 
 namespace sluice::cpu {
 
-void cluster(SelectVerbs& host, const ForwardMemory& m, const ForwardClustering& clustering) {
+void cluster(Backend& host, const ForwardMemory& m, const ForwardClustering& clustering) {
   for (std::uint32_t layer = 0; layer < m.shape.layers; ++layer) {
     if (!m.clusters_in(layer, clustering)) continue;
     const ForwardMemory in = m.in(layer);
@@ -26,7 +26,7 @@ void cluster(SelectVerbs& host, const ForwardMemory& m, const ForwardClustering&
   }
 }
 
-void choose_clusters(SelectVerbs& host, const ForwardMemory& m, std::uint32_t layer) {
+void choose_clusters(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     const ChooseClustersTask task = clusters_task(m, row, index, m.plane(layer, head));

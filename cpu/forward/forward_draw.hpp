@@ -1,7 +1,7 @@
 #pragma once
 
 #include "sluice/step/forward_memory.hpp"
-#include "sluice/step/select_verbs.hpp"
+#include "sluice/step/select_tasks.hpp"
 
 /// Tokens that are drawn, see sample.hpp.
 namespace sluice::cpu {

@@ -7,7 +7,8 @@
 #include "cpu/backend/verbs.hpp"
 #include "cpu/forward/forward_wait.hpp"
 #include "cpu/threads/lent.hpp"
-#include "sluice/partial.hpp"
+#include "sluice/step/partial.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::cpu {
 namespace {
@@ -70,7 +71,7 @@ void attend_rows(const Kernels& kernels, const ForwardMemory& m, const ForwardRo
 
 }  // namespace
 
-void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& m, const ForwardLayer& layer) {
+void prefill(Backend& host, const Workers& workers, const ForwardMemory& m, const ForwardLayer& layer) {
   if (!runs(m)) return;
   struct Parts {
     std::vector<float> lse;

@@ -4,13 +4,11 @@
 #include <cstring>
 #include <limits>
 
+#include "cpu/backend/backend.hpp"
 #include "cpu/backend/verbs.hpp"
 #include "cpu/kernels/kernels.hpp"
 #include "cpu/threads/workers.hpp"
-#include "sluice/step/core_verbs.hpp"
 #include "sluice/step/forward_verbs.hpp"
-#include "sluice/step/prefill_verbs.hpp"
-#include "sluice/step/select_verbs.hpp"
 
 /// What the verbs of a forward do within a layer, now and here; see sluice::ForwardVerbs.
 namespace sluice::cpu {
@@ -58,6 +56,10 @@ void for_each_plane(const Workers& workers, const ForwardMemory& memory, std::ui
 /// Makes a sequence's mean key of a plane from its first `tokens` tokens, and the codes of its first page with it.
 void renew_key_mean(const Kernels& kernels, const ForwardMemory& m, const ForwardKeyMean& of, std::uint32_t plane);
 
+/// See ForwardVerbs::derive.
+void derive(const Kernels& kernels, const ForwardMemory& m, std::uint32_t plane, std::span<const FarPage> pages,
+            const float* mean);
+
 /// First of the group's query heads, over all rows that choose.
 [[nodiscard]] inline std::uint64_t first_head(const ForwardMemory& m, std::uint32_t index) noexcept {
   return std::uint64_t{index} * m.shape.group();
@@ -86,18 +88,18 @@ void acquire_rows(const Kernels& kernels, const ForwardMemory& memory);
 void fill_rows(const Kernels& kernels, const ForwardMemory& memory);
 void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 /// `workers`: of `host`.
-void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& memory, const ForwardLayer& layer);
-void rank(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
-void score(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
+void prefill(Backend& host, const Workers& workers, const ForwardMemory& memory, const ForwardLayer& layer);
+void rank(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
+void score(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
 void propose(const ForwardMemory& memory, std::uint32_t layer);
-void choose(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
-void choose_clusters(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
+void choose(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
+void choose_clusters(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
 /// Outside of layers.
-void cluster(SelectVerbs& host, const ForwardMemory& memory, const ForwardClustering& clustering);
+void cluster(Backend& host, const ForwardMemory& memory, const ForwardClustering& clustering);
 void split(const Workers& workers, const ForwardMemory& memory, std::uint32_t layer);
 void attend(const Workers& workers, const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
 /// `workers`: of `host`.
-void attend_whole(CoreVerbs& host, const Workers& workers, const Kernels& kernels, const ForwardMemory& memory,
+void attend_whole(Backend& host, const Workers& workers, const Kernels& kernels, const ForwardMemory& memory,
                   const ForwardLayer& layer);
 /// Queries of rows that choose, or of teams, to both sides.
 void append_queries(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);

@@ -3,8 +3,8 @@
 
 #include "cpu/backend/verbs.hpp"
 #include "cpu/forward/forward_layer.hpp"
-#include "sluice/partial.hpp"
 #include "sluice/step/forward_tasks.hpp"
+#include "sluice/step/partial.hpp"
 
 namespace sluice::cpu {
 namespace {

@@ -140,8 +140,8 @@ void queue(const ForwardMemory& m, void* stream, const char* verb, Run run) {
 
 }  // namespace
 
-ForwardVerbs::ForwardVerbs(sluice::Backend& host, const Workers& workers, const Kernels* kernels)
-    : host_(host), workers_(workers), kernels_(kernels != nullptr ? *kernels : fastest_kernels()) {}
+ForwardVerbs::ForwardVerbs(const Workers& workers, const Kernels* kernels)
+    : workers_(workers), kernels_(kernels != nullptr ? *kernels : fastest_kernels()), host_(workers, &kernels_) {}
 
 void ForwardVerbs::apply(const ForwardMemory& memory, ForwardSide& /*side*/, void* stream) {
   queue(memory, stream, "apply", [this, memory] { cpu::apply(kernels_, memory); });
@@ -153,6 +153,11 @@ void ForwardVerbs::cluster(const ForwardMemory& memory, std::span<const ForwardC
   queue(memory, stream, "cluster", [this, memory, all = std::vector(clusterings.begin(), clusterings.end())] {
     for (const ForwardClustering& clustering : all) cpu::cluster(host_, memory, clustering);
   });
+}
+void ForwardVerbs::derive(const ForwardMemory& memory, std::uint32_t plane, std::span<const FarPage> pages,
+                          const float* mean, void* stream) {
+  run_or_enqueue(static_cast<Stream*>(stream), "derive",
+                 [this, memory, plane, pages, mean] { cpu::derive(kernels_, memory, plane, pages, mean); });
 }
 void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
   queue(memory, stream, "begin", [memory] { cpu::begin(memory); });

@@ -5,7 +5,7 @@
 #include "cpu/backend/verbs.hpp"
 #include "cpu/forward/forward_layer.hpp"
 #include "cpu/threads/lent.hpp"
-#include "sluice/partial.hpp"
+#include "sluice/step/partial.hpp"
 
 namespace sluice::cpu {
 namespace {
@@ -45,7 +45,7 @@ void put_whole(const Kernels& kernels, const ForwardMemory& m, const ForwardLaye
 }  // namespace
 
 // What lies near lies in far memory, too, here as fast and page by page.
-void attend_whole(CoreVerbs& host, const Workers& workers, const Kernels& kernels, const ForwardMemory& m,
+void attend_whole(Backend& host, const Workers& workers, const Kernels& kernels, const ForwardMemory& m,
                   const ForwardLayer& layer) {
   if (!runs(m)) return;
   std::vector<std::uint32_t> near;

@@ -9,7 +9,7 @@
 #include "cpu/machine/topology.hpp"
 #include "cpu/threads/workers.hpp"
 #include "sluice/device.hpp"
-#include "sluice/page.hpp"
+#include "sluice/step/page.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice::cpu {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "gpu/kernels/attend/attend.hpp"
-#include "sluice/step/core_verbs.hpp"
+#include "sluice/step/attend_tasks.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice::gpu {

@@ -3,7 +3,9 @@
 #include <cstdint>
 
 #include "gpu/kernels/load_all.hpp"
+#include "sluice/page_rules.hpp"
 #include "sluice/step/backend.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::gpu {
 
@@ -22,14 +24,13 @@ class Backend final : public sluice::Backend {
                                                              const PageLayout& layout) const override;
 
   void append(std::span<const AppendTask> tasks, const PageLayout& layout, Stream* stream) override;
-  using CoreVerbs::to_f32;
+  using sluice::Backend::to_f32;
   void to_f32(std::span<const ToF32Task> tasks, Stream* stream) override;
   void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) override;
 
   void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) override;
   void make_codes(std::span<const CodesTask> tasks, const PageLayout& layout, Stream* stream) override;
-  void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) override;
   void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
                    Stream* stream) override;
   void score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
@@ -51,10 +52,6 @@ class Backend final : public sluice::Backend {
                      const AttentionShape& shape, Stream* stream) override;
   [[nodiscard]] std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
                                                           const AttentionShape& shape) const override;
-  /// Of an H200 at Llama-3.1-8B's shape, from `sluice bench prefill`.
-  [[nodiscard]] PrefillCosts prefill_costs() const noexcept override {
-    return {.per_chunk = 750.0, .per_key_block = 3.1, .per_pair = 0.0057};
-  }
 
  private:
   std::uint32_t multiprocessors_;

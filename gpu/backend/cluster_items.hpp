@@ -2,7 +2,7 @@
 
 #include "gpu/kernels/cluster/cluster.hpp"
 #include "sluice/step/carver.hpp"
-#include "sluice/step/select_verbs.hpp"
+#include "sluice/step/select_tasks.hpp"
 
 namespace sluice::gpu {
 

@@ -9,6 +9,7 @@
 #include "gpu/device/param_ring.hpp"
 #include "gpu/kernels/prefill/prefill.hpp"
 #include "sluice/error.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::gpu {
 namespace {

@@ -12,6 +12,7 @@
 #include "gpu/kernels/prefill/flex.hpp"
 #include "sluice/error.hpp"
 #include "sluice/step/carver.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::gpu {
 namespace {

@@ -10,8 +10,8 @@
 #include "gpu/device/param_ring.hpp"
 #include "gpu/kernels/task_array.hpp"
 #include "gpu/tuning.hpp"
-#include "sluice/page.hpp"
 #include "sluice/shape.hpp"
+#include "sluice/step/page.hpp"
 
 namespace sluice::gpu {
 

@@ -13,6 +13,7 @@
 #include "gpu/device/driver.hpp"
 #include "gpu/device/handles.hpp"
 #include "sluice/error.hpp"
+#include "sluice/step/handover_facts.hpp"
 
 namespace sluice::gpu {
 namespace {

@@ -29,7 +29,6 @@ class CudaDevice final : public Device {
   ~CudaDevice() override;
 
   [[nodiscard]] const DeviceInfo& info() const noexcept override { return info_; }
-  [[nodiscard]] sluice::Backend& backend() noexcept override { return *backend_; }
   [[nodiscard]] sluice::ForwardVerbs* forward_verbs() noexcept override { return forward_verbs_.get(); }
   [[nodiscard]] std::unique_ptr<Buffer> allocate(std::uint64_t bytes) override;
   [[nodiscard]] std::unique_ptr<Buffer> allocate_pinned(std::uint64_t bytes) override;
@@ -39,6 +38,8 @@ class CudaDevice final : public Device {
   /// The link as the transfer profile has it.
   [[nodiscard]] DeviceRates rates(std::uint64_t page_bytes) const override;
 
+  /// Stages one by one, on this device's streams. It lives as long as the device.
+  [[nodiscard]] Backend& backend() noexcept { return *backend_; }
   /// As create_stream, for callers that choose paths.
   [[nodiscard]] std::unique_ptr<QueueStream> create_queue(const std::string& name);
   [[nodiscard]] const PathChooser& chooser() const noexcept { return core_->chooser; }

@@ -111,6 +111,15 @@ void QueueStream::copy(std::span<const Copy> batch, const PathChoice& choice) {
   });
 }
 
+void QueueStream::fill(std::span<std::byte> memory, std::byte value) {
+  if (memory.empty()) return;
+  dirty_ = true;  // It may be pinned memory that a copy reads.
+  attempt("fill", [&] {
+    check(cudaMemsetAsync(memory.data(), std::to_integer<int>(value), memory.size(), lane_->stream.get()),
+          "fill memory");
+  });
+}
+
 /// Sources may be read at once only if nothing that is queued can change them.
 Transfer::Order QueueStream::order() {
   dirty_ = dirty_ || shared_;

@@ -26,6 +26,7 @@ class QueueStream final : public CudaStream {
   ~QueueStream() override;
 
   void copy(std::span<const Copy> batch) override;
+  void fill(std::span<std::byte> memory, std::byte value) override;
   void record(Event& event) override;
   void wait(const Event& event) override;
   void signal(Flag& flag, std::uint64_t value) override;

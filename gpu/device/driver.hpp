@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "sluice/page.hpp"
+#include "sluice/step/page.hpp"
 
 namespace sluice::gpu {
 

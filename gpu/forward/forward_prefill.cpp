@@ -6,6 +6,7 @@
 #include "gpu/device/driver.hpp"
 #include "gpu/forward/forward_verbs.hpp"
 #include "gpu/kernels/prefill/prefill.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::gpu {
 namespace {

@@ -70,6 +70,12 @@ void ForwardVerbs::fill(const ForwardMemory& memory, sluice::ForwardSide& side, 
   static_cast<const ForwardSide&>(side).fill(memory, handle(stream));
 }
 
+void ForwardVerbs::derive(const ForwardMemory& memory, std::uint32_t plane, std::span<const FarPage> pages,
+                          const float* mean, void* stream) {
+  const CurrentDevice current(ordinal_);
+  launch_forward_derive(memory, plane, pages, mean, handle(stream));
+}
+
 void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
   const CurrentDevice current(ordinal_);
   launch_forward_begin(memory, choice_of(memory), handle(stream));

@@ -22,11 +22,17 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   [[nodiscard]] bool sparse_prefill(const AttentionShape& shape) const noexcept override {
     return TunedHeadDims::has(shape.head_dim);
   }
+  /// Of an H200 at Llama-3.1-8B's shape, from `sluice bench prefill`.
+  [[nodiscard]] PrefillCosts prefill_costs() const noexcept override {
+    return {.per_chunk = 750.0, .per_key_block = 3.1, .per_pair = 0.0057};
+  }
   [[nodiscard]] std::uint64_t scratch_bytes(const ForwardMemory& memory) const override;
   [[nodiscard]] std::unique_ptr<sluice::ForwardSide> make_side() override;
   void apply(const ForwardMemory& memory, sluice::ForwardSide& side, void* stream) override;
   void fill(const ForwardMemory& memory, sluice::ForwardSide& side, void* stream) override;
   void cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) override;
+  void derive(const ForwardMemory& memory, std::uint32_t plane, std::span<const FarPage> pages, const float* mean,
+              void* stream) override;
   void begin(const ForwardMemory& memory, void* stream) override;
   void append(const ForwardMemory& memory, const ForwardLayer& layer) override;
   void prefill(const ForwardMemory& memory, const ForwardLayer& layer) override;

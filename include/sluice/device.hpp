@@ -6,15 +6,14 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "sluice/error.hpp"
-#include "sluice/handover.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice {
 
-class Backend;
 class ForwardVerbs;
 
 /// One word in memory that both sides of the link see; the hand-over between a stream and the host.
@@ -74,6 +73,8 @@ class Stream {
   virtual ~Stream() = default;
   /// Copies within one batch are unordered among each other. The memory, not the array, must stay alive.
   virtual void copy(std::span<const Copy> batch) = 0;
+  /// Every byte of `memory`, of the device or pinned, becomes `value`.
+  virtual void fill(std::span<std::byte> memory, std::byte value) = 0;
   virtual void record(Event& event) = 0;
   /// Later work of this stream waits for the event; a failed event fails this stream's next event too.
   virtual void wait(const Event& event) = 0;
@@ -103,6 +104,33 @@ class Registration {
  public:
   virtual ~Registration() = default;
 };
+
+/// How a device waits, in a layer, for what the CPU attends or chooses. Tokens are the same with each.
+enum class Handover : std::uint8_t {
+  automatic,  ///< as suits the device, see DeviceInfo::handover
+  device,     ///< one thread block of a kernel looks for the answer: the fastest. Captured in graphs.
+  /// The stream waits by a memory operation, and no kernel runs meanwhile; should the answer not come in time, a thread
+  /// of the engine lets the stream go on. Captured in graphs where the driver does that.
+  stream,
+  /// Nothing on the device waits: the calling thread does, in Engine::attend, between what asks and what needs the
+  /// answer. It cannot be captured. What goes where a GPU is shared, by MPS or in turns.
+  host,
+};
+
+[[nodiscard]] constexpr bool is_valid(Handover handover) noexcept { return handover <= Handover::host; }
+
+[[nodiscard]] constexpr const char* to_string(Handover handover) noexcept {
+  switch (handover) {
+    case Handover::automatic: return "auto";
+    case Handover::device: return "device";
+    case Handover::stream: return "stream";
+    case Handover::host: return "host";
+  }
+  return "unknown";
+}
+
+/// @throws Error{Errc::invalid_argument} that lists them.
+[[nodiscard]] Handover parse_handover(std::string_view text);
 
 struct DeviceInfo {
   std::string name;
@@ -138,8 +166,6 @@ class Device {
  public:
   virtual ~Device() = default;
   [[nodiscard]] virtual const DeviceInfo& info() const noexcept = 0;
-  /// The backend whose verbs run on this device's streams. Lives as long as the device.
-  [[nodiscard]] virtual Backend& backend() noexcept = 0;
 
   /// Device memory, 4 KiB-aligned.  @throws Error{Errc::out_of_capacity}
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate(std::uint64_t bytes) = 0;

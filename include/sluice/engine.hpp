@@ -13,8 +13,6 @@
 #include "sluice/engine_options.hpp"
 #include "sluice/engine_stats.hpp"
 #include "sluice/error.hpp"
-#include "sluice/page.hpp"
-#include "sluice/placement.hpp"
 #include "sluice/policy.hpp"
 #include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"

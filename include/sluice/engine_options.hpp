@@ -10,9 +10,6 @@
 #include "sluice/device.hpp"
 #include "sluice/engine_stats.hpp"
 #include "sluice/error.hpp"
-#include "sluice/handover.hpp"
-#include "sluice/page.hpp"
-#include "sluice/placement.hpp"
 #include "sluice/policy.hpp"
 #include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"
@@ -20,6 +17,25 @@
 #include "sluice/units.hpp"
 
 namespace sluice {
+
+/// Where chosen rows that are not near are attended.
+enum class PlacementMode : std::uint8_t {
+  hybrid,  ///< the CPU, in place, while the device attends what is near
+  stream,  ///< the device, over the link
+};
+
+[[nodiscard]] constexpr bool is_valid(PlacementMode mode) noexcept { return mode <= PlacementMode::stream; }
+
+[[nodiscard]] constexpr const char* to_string(PlacementMode mode) noexcept {
+  return mode == PlacementMode::hybrid ? "hybrid" : mode == PlacementMode::stream ? "stream" : "unknown";
+}
+
+/// @throws Error{Errc::invalid_argument} that lists the modes.
+[[nodiscard]] PlacementMode parse_placement(std::string_view text);
+
+/// Host memory that this process can still take before the kernel reclaims or kills, its control groups' limits
+/// included. Read anew at every call; the largest number if nothing limits it.
+[[nodiscard]] std::uint64_t available_host_bytes();
 
 /// EngineOptions::dense_tokens: what an engine finds best.
 inline constexpr std::uint32_t kDenseAuto = kNone;

@@ -6,8 +6,7 @@
 #include <vector>
 
 #include "sluice/error.hpp"
-#include "sluice/page.hpp"
-#include "sluice/progress.hpp"
+#include "sluice/page_rules.hpp"
 
 namespace sluice {
 

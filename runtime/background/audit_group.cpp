@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cpu/backend/verbs.hpp"
+#include "cpu/stages/rows.hpp"
 #include "sluice/step/top_k.hpp"
 
 namespace sluice::runtime {

@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "cpu/backend/verbs.hpp"
+#include "cpu/stages/rows.hpp"
 
 namespace sluice::runtime {
 

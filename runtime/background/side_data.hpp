@@ -4,11 +4,9 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <vector>
 
 #include "sluice/device.hpp"
-#include "sluice/step/backend.hpp"
-#include "sluice/step/forward_memory.hpp"
+#include "sluice/step/forward_verbs.hpp"
 
 namespace sluice::runtime {
 
@@ -17,8 +15,8 @@ namespace sluice::runtime {
 /// `wait` returns.
 class SideData {
  public:
-  /// `memory` and `device` outlive it.
-  SideData(const ForwardMemory& memory, Device& device, std::chrono::milliseconds timeout);
+  /// `memory`, `device` and `verbs` outlive it.
+  SideData(const ForwardMemory& memory, Device& device, ForwardVerbs& verbs, std::chrono::milliseconds timeout);
 
   /// Enqueues those of a plane for the first `tokens` tokens of these blocks, once what was enqueued before is done.
   /// `first`: the block whose mean key, see CodeLayout, the copies are made with; kNone: 0.
@@ -31,11 +29,10 @@ class SideData {
 
  private:
   const ForwardMemory& memory_;
-  Backend& backend_;
+  ForwardVerbs& verbs_;
   std::chrono::milliseconds timeout_;
-  std::vector<CodesTask> copies_;  ///< as long as the stream may read them
-  std::vector<DigestTask> digests_;
-  std::unique_ptr<Buffer> key_mean_;  ///< [head_dim] float32, pinned: likewise
+  std::unique_ptr<Buffer> key_mean_;  ///< [head_dim] float32, pinned: as long as the stream may read it
+  std::unique_ptr<Buffer> pages_;     ///< [max_pages] FarPage, pinned: likewise
   std::unique_ptr<Stream> stream_;  ///< last: it stops before anything above goes
 };
 

@@ -7,6 +7,7 @@
 
 #include "runtime/engine/impl.hpp"
 #include "scheduler/plan/forward_rows.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice {
 
@@ -29,8 +30,7 @@ void Engine::Impl::begin_look(Sequence& sequence) {
                                                .queries = std::min(queries, scheduler::prompt_queries(sequence.spec)),
                                                .tail = tail.slot * options.prompt_queries,
                                                .room = options.prompt_queries};
-  auto policy =
-      std::make_shared<runtime::SequencePolicy>(sequence.spec, memory.largest(), sequence.pages().blocks(), host);
+  auto policy = std::make_shared<runtime::SequencePolicy>(sequence.spec, memory.largest(), sequence.pages().blocks());
   auto job =
       begin_job(memory.largest().layer_heads(), [policy, prompt](std::uint32_t head) { policy->look(prompt, head); });
   sequence.look = {.job = std::move(job), .policy = std::move(policy)};

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <span>
 #include <string>
 
 #include "runtime/engine/engine_options.hpp"
 #include "runtime/engine/memory_parts.hpp"
 #include "sluice/error.hpp"
+#include "sluice/page_rules.hpp"
 #include "sluice/step/int4.hpp"
 
 namespace sluice::runtime {
@@ -186,25 +188,18 @@ EngineMemoryUse EngineMemory::use() const noexcept {
 }
 
 void EngineMemory::clear(const EngineOptions& options, Device& device) {
-  constexpr std::uint64_t kPiece = 4 * MiB;
-  const auto source = device.allocate_pinned(kPiece);
-  const auto stream = device.create_stream("clear");  // Should it be late, it stops before what it reads goes.
-  const auto fill = [&](std::byte* to, std::uint64_t bytes) {
-    for (std::uint64_t at = 0; at < bytes; at += kPiece) {
-      const Copy copy{.to = to + at, .from = source->data(), .bytes = std::min(kPiece, bytes - at)};
-      stream->copy({&copy, 1});
-    }
-    stream->synchronize(deadline_after(options.timeout));
-  };
-  fill(device_->data(), device_->bytes());
+  const auto stream = device.create_stream("clear");
+  const auto all_of = [](const Buffer& buffer) { return std::span(buffer.data(), buffer.bytes()); };
+  stream->fill(all_of(*device_), std::byte{0});
   // Pages are read up to the last token alone, but vector loads of their neighbours must find numbers.
-  fill(codes_->data(), codes_->bytes());
-  if (digests_) fill(digests_->data(), digests_->bytes());
-  if (near_) fill(near_->data(), near_->bytes());
-  std::memset(source->data(), 0xff, kPiece);
+  stream->fill(all_of(*codes_), std::byte{0});
+  if (digests_) stream->fill(all_of(*digests_), std::byte{0});
+  if (near_) stream->fill(all_of(*near_), std::byte{0});
   static_assert(kNone == 0xffff'ffffu);
   const ForwardMemory& m = largest();
-  fill(reinterpret_cast<std::byte*>(m.near_rows), m.near_row(m.planes(), 0) * sizeof(ForwardNearRow));
+  const std::uint64_t rows = m.near_row(m.planes(), 0) * sizeof(ForwardNearRow);
+  stream->fill({reinterpret_cast<std::byte*>(m.near_rows), rows}, std::byte{0xff});
+  stream->synchronize(deadline_after(options.timeout));
 }
 
 }  // namespace sluice::runtime

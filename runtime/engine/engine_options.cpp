@@ -7,6 +7,7 @@
 #include "runtime/engine/engine_options.hpp"
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
+#include "sluice/page_rules.hpp"
 
 namespace sluice::runtime {
 namespace {

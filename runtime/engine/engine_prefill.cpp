@@ -1,5 +1,6 @@
 // Where chunks of prompts choose blocks of keys, and what becomes of that.
 #include "runtime/engine/impl.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice {
 
@@ -13,7 +14,7 @@ void Engine::Impl::bet(Sequence& sequence, ForwardChunk& chunk) {
     if (memory.largest().window_in(layer) != 0) continue;  // What a row sees is little as it is.
     const bool sparse = spec.mode != PrefillMode::automatic ||
                         bets.balance.bet({.first = chunk.first, .count = chunk.count}, layer, options.shape.layers,
-                                         device->backend().prefill_costs(), bets.rests[layer]);
+                                         verbs.prefill_costs(), bets.rests[layer]);
     chunk.sparse[layer / 32] |= (sparse ? 1u : 0u) << layer % 32;
   }
 }

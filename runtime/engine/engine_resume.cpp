@@ -130,8 +130,8 @@ void Engine::Impl::Parking::require_whole(runtime::ParkSource& source, const run
 void Engine::Impl::Parking::load(runtime::ParkSource& source, const runtime::ParkHead& head, Sequence& sequence) {
   if (!side_data_) {
     late_side_data_.reserve(late_side_data_.size() + 1);  // Where one is late nothing else may fail.
-    side_data_ =
-        std::make_unique<runtime::SideData>(engine_.memory.largest(), *engine_.device, engine_.options.timeout);
+    side_data_ = std::make_unique<runtime::SideData>(engine_.memory.largest(), *engine_.device, engine_.verbs,
+                                                     engine_.options.timeout);
   }
   given_up_.reserve(std::size_t{engine_.memory.stacks().count()} * engine_.pages_of(head.tokens));  // Likewise.
   finish_copies();

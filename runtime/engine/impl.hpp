@@ -11,7 +11,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "cpu/backend/backend.hpp"
 #include "cpu/machine/topology.hpp"
 #include "cpu/threads/kept.hpp"
 #include "cpu/threads/workers.hpp"
@@ -260,13 +259,11 @@ struct Engine::Impl : cpu::Kept {
 
   EngineOptions options;
   cpu::Topology topology;
-  std::shared_ptr<cpu::Workers> workers;   ///< one thread: of what policies compute
   std::shared_ptr<cpu::Workers> embedded;  ///< of an embedded device; null if there is none
   std::shared_ptr<Device> device;
   ForwardVerbs& verbs;
   runtime::EngineMemory memory;
   std::unique_ptr<ForwardSide> side;  ///< of `memory`, which it uses
-  cpu::Backend host;  ///< of policies that choose, one thread each
   runtime::FarChoice choice;
   runtime::FarNotes far_notes;
 

@@ -14,6 +14,7 @@
 #include "scheduler/clusters/cluster_schedule.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/policy.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::runtime {
 

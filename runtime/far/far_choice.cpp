@@ -5,9 +5,9 @@
 #include <limits>
 #include <numeric>
 
-#include "cpu/backend/verbs.hpp"
+#include "cpu/stages/rows.hpp"
 #include "sluice/error.hpp"
-#include "sluice/partial.hpp"
+#include "sluice/step/partial.hpp"
 
 namespace sluice::runtime {
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "cpu/backend/verbs.hpp"
+#include "cpu/stages/rows.hpp"
 
 namespace sluice::runtime {
 namespace {

@@ -7,8 +7,8 @@
 #include "cpu/kernels/kernels.hpp"
 #include "runtime/far/far_choice.hpp"
 #include "runtime/far/shares.hpp"
-#include "sluice/partial.hpp"
 #include "sluice/step/forward_memory.hpp"
+#include "sluice/step/partial.hpp"
 
 namespace sluice::runtime {
 

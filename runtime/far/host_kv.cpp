@@ -4,7 +4,9 @@
 #include <cstring>
 #include <numeric>
 
-#include "cpu/backend/verbs.hpp"
+#include "cpu/stages/k_means.hpp"
+#include "cpu/stages/rows.hpp"
+#include "cpu/stages/score_tokens.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice::runtime {
@@ -25,8 +27,7 @@ void HostKv::each(std::uint32_t count, const std::function<void(std::uint32_t)>&
 }
 
 void HostKv::score_some(const float* q, std::span<const std::uint32_t> tokens, float* out) {
-  const ScoreTokensTask task{.q = q, .kv = view_, .tokens = tokens, .out = out};
-  host_.score_tokens({&task, 1}, shape_, nullptr);
+  cpu::score_tokens(kernels_, {.q = q, .kv = view_, .tokens = tokens, .out = out}, shape_);
 }
 
 void HostKv::estimate(const float* q, std::span<const std::uint32_t> tokens, float* out) {
@@ -63,18 +64,22 @@ void HostKv::copy_and_estimate(const float* q, std::span<const std::uint32_t> to
         std::memcpy(page_.data() + layout.scales_offset() + i * layout.scale_bytes(), view_.scales(some[i]),
                     layout.scale_bytes());
     }
-    const CodesTask task{.page = page_.data(),
-                         .rows = static_cast<std::uint32_t>(some.size()),
-                         .out = copy_.data(),
-                         .mean = mean};
-    host_.make_codes({&task, 1}, layout, nullptr);
-    host_.estimate_tokens({.q = q,
-                           .copies = copy_.data(),
-                           .mean = mean,
-                           .frames = &kOnlyFrame,
-                           .tokens = first_indices(static_cast<std::uint32_t>(some.size())),
-                           .out = out + first * shape_.group()},
-                          shape_, layout);
+    const auto count = static_cast<std::uint32_t>(some.size());
+    cpu::kernels_for(kernels_, layout.dtype)
+        .make_codes({.k = page_.data(),
+                     .scales = cpu::scales_in(layout, page_.data()),
+                     .copy = copy_.data(),
+                     .mean = mean,
+                     .rows = count,
+                     .layout = CodeLayout(layout)});
+    cpu::estimate_tokens(kernels_,
+                         {.q = q,
+                          .copies = copy_.data(),
+                          .mean = mean,
+                          .frames = &kOnlyFrame,
+                          .tokens = first_indices(count),
+                          .out = out + first * shape_.group()},
+                         shape_, layout);
   }
 }
 
@@ -108,7 +113,7 @@ void HostKv::cluster(const scheduler::ClusterRequest& request, float* centroids,
                          .seed = request.seed,
                          .centroids = centroids,
                          .assignment = assignment};
-  host_.cluster({&task, 1}, nullptr);
+  cpu::k_means(kernels_, task);
 }
 
 void HostKv::score_rows(const float* x, std::uint32_t columns, const float* rows, std::uint32_t count, float* out) {
@@ -118,27 +123,17 @@ void HostKv::score_rows(const float* x, std::uint32_t columns, const float* rows
   const KvView view{.base = reinterpret_cast<std::byte*>(const_cast<float*>(rows)),
                     .frames = &kOnlyFrame,
                     .layout = {.page_tokens = count, .head_dim = shape_.head_dim, .dtype = DType::f32}};
-  const ScoreTokensTask task{.q = x, .kv = view, .tokens = first_indices(count), .out = out};
   const AttentionShape shape{.layers = 1, .q_heads = columns, .kv_heads = 1, .head_dim = shape_.head_dim};
-  host_.score_tokens({&task, 1}, shape, nullptr);
+  cpu::score_tokens(kernels_, {.q = x, .kv = view, .tokens = first_indices(count), .out = out}, shape);
 }
 
 void HostKv::rows(Half half, std::uint32_t token, std::uint32_t count, float* out) {
   const PageLayout& layout = view_.layout;
   const std::byte* const first = half == Half::keys ? view_.k_row(token) : view_.v_row(token);
-  for (std::uint32_t i = 0; i < count && layout.scaled(); ++i) {
-    const float* const scale = view_.scales(token + i) + (half == Half::keys ? 0 : 1);
+  for (std::uint32_t i = 0; i < count; ++i) {
+    const float* const scale = layout.scaled() ? view_.scales(token + i) + (half == Half::keys ? 0 : 1) : nullptr;
     cpu::read_row(kernels_, layout, first + i * layout.row_bytes(), scale, out + std::size_t{i} * layout.head_dim);
   }
-  if (layout.scaled()) return;
-  const TensorView view{.data = first,
-                        .dtype = view_.layout.dtype,
-                        .tokens = count,
-                        .heads = 1,
-                        .head_dim = view_.layout.head_dim,
-                        .token_stride = view_.layout.head_dim,
-                        .head_stride = view_.layout.head_dim};
-  host_.to_f32(view, out, nullptr);
 }
 
 }  // namespace sluice::runtime

@@ -5,7 +5,6 @@
 #include <span>
 #include <vector>
 
-#include "cpu/backend/backend.hpp"
 #include "cpu/kernels/kernels.hpp"
 #include "runtime/far/shared_calls.hpp"
 #include "scheduler/layer_policy.hpp"
@@ -15,8 +14,9 @@ namespace sluice::runtime {
 /// A policy's window on one KV head's keys and values in host memory.
 class HostKv : public scheduler::KvReader {
  public:
-  HostKv(cpu::Backend& host, const AttentionShape& shape, const KvView& view)
-      : host_(host), kernels_(cpu::fastest_kernels()), shape_(shape), view_(view) {}
+  /// Of a shape and pages that the CPU's kernels have.
+  HostKv(const AttentionShape& shape, const KvView& view)
+      : kernels_(cpu::fastest_kernels()), shape_(shape), view_(view) {}
 
   /// Scores of many keys are shared from now on with threads that help; what comes out is the same.
   void share(const SharedCaller& caller) noexcept { caller_ = caller; }
@@ -45,7 +45,6 @@ class HostKv : public scheduler::KvReader {
   /// Consecutive rows of one page.
   void rows(Half half, std::uint32_t token, std::uint32_t count, float* out);
 
-  cpu::Backend& host_;
   const cpu::Kernels& kernels_;
   AttentionShape shape_;
   KvView view_;

@@ -38,11 +38,10 @@ class SequencePolicy::Layer final : public scheduler::LayerReader {
 };
 
 SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory,
-                               const std::vector<std::uint32_t>& blocks, cpu::Backend& host)
+                               const std::vector<std::uint32_t>& blocks)
     : memory_(memory),
       blocks_(blocks.data()),
       prompt_blocks_(blocks),
-      host_(host),
       corrects_scores_(scheduler::corrects_scores(spec)),
       copies_open_page_(scheduler::copies_open_page(spec, memory.layout.page_tokens)),
       heads_(memory.layer_heads()) {
@@ -57,7 +56,6 @@ SequencePolicy::SequencePolicy(const PolicySpec& spec, const ForwardMemory& memo
 SequencePolicy::SequencePolicy(const SequencePolicy& other, std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers)
     : memory_(other.memory_),
       blocks_(nullptr),
-      host_(other.host_),
       corrects_scores_(other.corrects_scores_),
       copies_open_page_(other.copies_open_page_),
       layers_(std::move(layers)),
@@ -87,7 +85,7 @@ void SequencePolicy::for_each_head(const Visit& visit) const {
 HostKv SequencePolicy::reader(std::uint32_t layer, std::uint32_t kv_head, const std::uint32_t* blocks,
                               std::uint32_t tokens) const {
   std::byte* const first = memory_.far_block(memory_.plane(layer, kv_head), 0);
-  HostKv kv(host_, memory_.shape, KvView{.base = first, .frames = blocks, .layout = memory_.far_layout});
+  HostKv kv(memory_.shape, KvView{.base = first, .frames = blocks, .layout = memory_.far_layout});
   // The newest page is scored as it is, as a rule.
   const std::uint32_t page = memory_.layout.page_tokens;
   kv.use_codes(copies_open_page_ ? static_cast<std::uint32_t>(div_up(tokens, page))

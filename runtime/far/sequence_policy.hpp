@@ -7,7 +7,6 @@
 #include <span>
 #include <vector>
 
-#include "cpu/backend/backend.hpp"
 #include "runtime/far/host_kv.hpp"
 #include "runtime/far/rest.hpp"
 #include "runtime/far/shared_calls.hpp"
@@ -25,8 +24,7 @@ class SequencePolicy {
  public:
   /// `blocks`: of the sequence, in order. Those behind the prompt are read where they are: they do not move, and do not
   /// change while there is something to choose or to learn.
-  SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory, const std::vector<std::uint32_t>& blocks,
-                 cpu::Backend& host);
+  SequencePolicy(const PolicySpec& spec, const ForwardMemory& memory, const std::vector<std::uint32_t>& blocks);
 
   /// Another one that has learnt what this one has, on its own: for a sequence that begins with the same tokens, whose
   /// blocks it reads once it is told which. While no thread chooses or learns, and nothing is left to be learnt.
@@ -140,7 +138,6 @@ class SequencePolicy {
   const ForwardMemory& memory_;
   const std::uint32_t* blocks_;
   std::vector<std::uint32_t> prompt_blocks_;  ///< its own: a thread that is lost may read them for longer than any call
-  cpu::Backend& host_;
   bool corrects_scores_;
   bool copies_open_page_;
   std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers_;  ///< null: attends everything

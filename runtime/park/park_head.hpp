@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "runtime/park/park_source.hpp"
-#include "sluice/page.hpp"
 #include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"
+#include "sluice/step/page.hpp"
 #include "sluice/tensor.hpp"
 #include "sluice/units.hpp"
 

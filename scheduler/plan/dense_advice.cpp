@@ -5,7 +5,7 @@
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/plan/cost_model.hpp"
 #include "scheduler/plan/forward_rows.hpp"
-#include "sluice/page.hpp"
+#include "sluice/step/page.hpp"
 
 namespace sluice::scheduler {
 namespace {

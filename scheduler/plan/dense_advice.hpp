@@ -2,9 +2,9 @@
 
 #include <cstdint>
 
-#include "sluice/page.hpp"
 #include "sluice/policy.hpp"
 #include "sluice/shape.hpp"
+#include "sluice/step/page.hpp"
 
 /// Up to which length a sequence should attend everything, see EngineOptions::dense_tokens: by what a machine of its
 /// kind is known to take, not by what this one takes today.

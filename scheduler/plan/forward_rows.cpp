@@ -8,6 +8,7 @@
 #include "scheduler/labels/skewed_cache.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "scheduler/policy/budget.hpp"
+#include "sluice/page_rules.hpp"
 #include "sluice/step/int4.hpp"
 
 namespace sluice::scheduler {

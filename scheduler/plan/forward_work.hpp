@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "sluice/engine.hpp"
-#include "sluice/page.hpp"
-#include "sluice/placement.hpp"
+#include "sluice/engine_options.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/step/forward.hpp"
+#include "sluice/step/page.hpp"
 #include "sluice/trace.hpp"
 
 namespace sluice::scheduler {

@@ -4,6 +4,7 @@
 // attends the union, as every page source here does.
 
 #include "scheduler/policy/policies.hpp"
+#include "sluice/page_rules.hpp"
 
 namespace sluice::scheduler {
 

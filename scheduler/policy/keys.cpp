@@ -5,6 +5,7 @@
 #include <string>
 
 #include "scheduler/policy/text.hpp"
+#include "sluice/page_rules.hpp"
 
 namespace sluice::scheduler {
 namespace {

@@ -9,7 +9,7 @@
 #include "scheduler/fast_exp.hpp"
 #include "scheduler/policy/page_order.hpp"
 #include "scheduler/policy/policies.hpp"
-#include "sluice/progress.hpp"
+#include "sluice/step/progress.hpp"
 
 namespace sluice::scheduler {
 

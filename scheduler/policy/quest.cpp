@@ -4,6 +4,7 @@
 //   digest, ranking   Backend::digest, Backend::score_pages, Backend::top_k
 
 #include "scheduler/policy/policies.hpp"
+#include "sluice/page_rules.hpp"
 
 namespace sluice::scheduler {
 

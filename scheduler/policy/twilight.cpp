@@ -8,6 +8,7 @@
 // nothing lies between.
 
 #include "scheduler/policy/policies.hpp"
+#include "sluice/page_rules.hpp"
 
 namespace sluice::scheduler {
 

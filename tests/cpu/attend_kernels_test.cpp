@@ -3,7 +3,7 @@
 #include <cmath>
 #include <string>
 
-#include "cpu/backend/row_list.hpp"
+#include "cpu/stages/row_list.hpp"
 #include "tests/cpu/kernel_cases.hpp"
 #include "tests/support/random.hpp"
 

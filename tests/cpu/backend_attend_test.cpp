@@ -3,6 +3,7 @@
 #include <thread>
 
 #include "cpu/kernels/kernels.hpp"
+#include "cpu/stages/score_tokens.hpp"
 #include "tests/cpu/backend_cases.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/random.hpp"
@@ -16,13 +17,6 @@ OwnPartial attend_tokens(cpu::Backend& backend, const Problem& problem, std::spa
   AttendTask task = attend_task(problem, out);
   task.tokens = tokens;
   backend.attend({&task, 1}, problem.shape(), nullptr);
-  return out;
-}
-
-std::vector<float> score_tokens(cpu::Backend& backend, const Problem& problem, std::span<const std::uint32_t> tokens) {
-  std::vector<float> out(tokens.size() * problem.options().group, kNan);
-  const ScoreTokensTask task{.q = problem.q(), .kv = problem.kv(), .tokens = tokens, .out = out.data()};
-  backend.score_tokens({&task, 1}, problem.shape(), nullptr);
   return out;
 }
 
@@ -169,7 +163,9 @@ TEST_CASE("attending with the scores of score_tokens equals attending without", 
   cpu::Backend backend(workers(threads));
   const Problem problem({.tokens = 6'000, .head_dim = 128, .group = group});
   const auto tokens = random_tokens(6'000, 0.6, 4);
-  const std::vector<float> scores = score_tokens(backend, problem, tokens);
+  std::vector<float> scores(tokens.size() * group, kNan);
+  cpu::score_tokens(cpu::fastest_kernels(),
+                    {.q = problem.q(), .kv = problem.kv(), .tokens = tokens, .out = scores.data()}, problem.shape());
   const double within = tolerance(problem);
   for (std::size_t i = 0; i < tokens.size(); i += 97) {
     for (std::uint32_t head = 0; head < group; ++head) {

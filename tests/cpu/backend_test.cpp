@@ -5,6 +5,7 @@
 
 #include "cpu/backend/rates.hpp"
 #include "sluice/error.hpp"
+#include "sluice/step/prefill_choice.hpp"
 #include "tests/cpu/backend_cases.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/errors.hpp"

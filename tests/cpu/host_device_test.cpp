@@ -12,7 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "sluice/step/backend.hpp"
+#include "cpu/device/host_stream.hpp"
+#include "sluice/step/forward_verbs.hpp"
 #include "tests/cpu/host_support.hpp"
 #include "tests/support/catch.hpp"
 
@@ -22,8 +23,9 @@ using namespace std::chrono_literals;
 
 namespace {
 
-TensorView view(std::span<const float> values) {
-  return dense_view(values.data(), DType::f32, 1, 1, static_cast<std::uint32_t>(values.size()));
+/// A verb: to[i] = from[i], when the stream gets there.
+void enqueue_copy(Stream& stream, std::span<const float> from, std::span<float> to) {
+  dynamic_cast<HostStream&>(stream).enqueue("copy_row", [=] { std::ranges::copy(from, to.begin()); });
 }
 
 /// What became of a fixed program of copies and verbs, one letter per operation. Letters differ between
@@ -38,7 +40,7 @@ std::string outcome(const FaultOptions& faults) {
     const std::vector<float> from{1, 2, 3, 4};
     std::vector<float> to(4, 0);
     if (i % 3 == 0) {
-      device.backend().to_f32(view(from), to.data(), &stream);
+      enqueue_copy(stream, from, to);
     } else {
       std::vector<Copy> batch;
       for (std::size_t j = 0; j < 4; ++j) batch.push_back(copy_of(to[j], from[j]));
@@ -120,42 +122,37 @@ TEST_CASE("memory is registered once at a time", "[host_device][memory]") {
   REQUIRE(code_of([&] { return device.register_host({}); }) == Errc::device);
 }
 
-TEST_CASE("verbs run when their stream gets there, and at once without a stream", "[host_device][backend]") {
+TEST_CASE("memory is filled when its stream gets there", "[host_device]") {
   HostDevice device(workers());
   const auto stream = device.create_stream("s");
-  std::vector<float> in{1, -2, 3e38f, 0};
-  std::vector<float> out(4, 7);
-  const std::vector<float> fresh{5, 6, 7, 8};
+  const auto buffer = device.allocate(100);
+  const std::span<std::byte> bytes(buffer->data(), 100);
   Flag go;
+  stream->fill(bytes, std::byte{1});
+  stream->synchronize(soon());
   stream->wait(go, 1);
-  stream->copy(
-      std::array{Copy{reinterpret_cast<std::byte*>(in.data()), reinterpret_cast<const std::byte*>(fresh.data()), 16}});
-  device.backend().to_f32(view(in), out.data(), stream.get());
-  REQUIRE(out == std::vector<float>(4, 7));
+  stream->fill(bytes.subspan(3, 90), std::byte{0xff});
+  stream->fill({}, std::byte{7});
+  REQUIRE(std::ranges::count(bytes, std::byte{1}) == 100);
   go.signal(1);
   stream->synchronize(soon());
-  REQUIRE(out == fresh);  // saw the copy before it
+  REQUIRE(std::ranges::count(bytes, std::byte{0xff}) == 90);
+  REQUIRE(bytes[2] == std::byte{1});
+  REQUIRE(bytes[93] == std::byte{1});
 
-  in = {9, 9, 9, 9};
-  device.backend().to_f32(view(in), out.data(), nullptr);
-  REQUIRE(out == in);
-}
-
-TEST_CASE("a verb with no tasks does nothing, and an unsupported one is refused before it is enqueued",
-          "[host_device][backend]") {
-  HostDevice device(workers());
-  const auto stream = device.create_stream("s");
-  const AttentionShape odd{.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = 17};
-  REQUIRE_NOTHROW(device.backend().attend({}, odd, stream.get()));
-  AttendTask task;
-  task.kv.layout = {.page_tokens = 32, .head_dim = 17, .dtype = DType::f32};
-  REQUIRE(code_of([&] { device.backend().attend(std::span(&task, 1), odd, stream.get()); }) == Errc::unsupported);
-  REQUIRE_NOTHROW(stream->synchronize(soon()));
+  device.inject({.fail_copy = 1.0});
+  const auto event = device.create_event();
+  stream->fill(bytes, std::byte{5});
+  stream->record(*event);
+  stream->synchronize(soon());
+  REQUIRE(event->state() == Event::State::failed);
+  REQUIRE(bytes[0] == std::byte{1});
 }
 
 TEST_CASE("a stream of another device is refused", "[host_device][backend]") {
   class Alien final : public Stream {
     void copy(std::span<const Copy>) override {}
+    void fill(std::span<std::byte>, std::byte) override {}
     void record(Event&) override {}
     void wait(const Event&) override {}
     void signal(Flag&, std::uint64_t) override {}
@@ -163,10 +160,7 @@ TEST_CASE("a stream of another device is refused", "[host_device][backend]") {
     void synchronize(Deadline) override {}
   } alien;
   HostDevice device(workers());
-  const std::vector<float> in{1};
-  float out = 0;
-  REQUIRE(code_of([&] { device.backend().to_f32(view(in), &out, &alien); }) == Errc::invalid_argument);
-  REQUIRE(out == 0);
+  REQUIRE(code_of([&] { device.forward_verbs()->end({}, static_cast<Stream*>(&alien)); }) == Errc::invalid_argument);
 }
 
 TEST_CASE("injected failures repeat with their seed and fail exactly what did not happen",
@@ -194,11 +188,11 @@ TEST_CASE("a device that always fails executes nothing, a reformed one everythin
   std::vector<std::byte> memory(16);
 
   device.inject({.fail_verb = 1.0, .fail_allocation = 1.0, .fail_registration = 1.0});
-  device.backend().to_f32(view(in), out.data(), stream.get());
+  enqueue_copy(*stream, in, out);
   stream->record(*event);
   stream->synchronize(soon());
   REQUIRE(event->state() == Event::State::failed);
-  REQUIRE(event->reason().find("to_f32: injected failure") != std::string::npos);
+  REQUIRE(event->reason().find("copy_row: injected failure") != std::string::npos);
   REQUIRE(out == std::vector<float>(2, 0));
   REQUIRE(code_of([&] { return device.allocate(1); }) == Errc::out_of_capacity);
   REQUIRE(code_of([&] { return device.allocate_pinned(1); }) == Errc::out_of_capacity);
@@ -206,7 +200,7 @@ TEST_CASE("a device that always fails executes nothing, a reformed one everythin
   REQUIRE(device.injected_failures() == 4);
 
   device.inject({});
-  device.backend().to_f32(view(in), out.data(), stream.get());
+  enqueue_copy(*stream, in, out);
   stream->record(*event);
   stream->synchronize(soon());
   REQUIRE(event->state() == Event::State::done);
@@ -243,7 +237,7 @@ TEST_CASE("delays and reordering never change what the contract orders", "[host_
       link->copy(in);
       link->record(*copied);
       compute->wait(*copied);
-      device.backend().to_f32(view(near), result.data(), compute.get());
+      enqueue_copy(*compute, near, result);
       compute->record(*computed);
       link->wait(*computed);
       link->copy(out);

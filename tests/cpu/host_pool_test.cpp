@@ -50,7 +50,6 @@ class FakeDevice final : public Device {
     return std::make_unique<Held>(live);
   }
   const DeviceInfo& info() const noexcept override { return info_; }
-  Backend& backend() noexcept override { std::terminate(); }  // The pool computes nothing.
   std::unique_ptr<Buffer> allocate(std::uint64_t) override { throw std::logic_error("not asked for"); }
   std::unique_ptr<Buffer> allocate_pinned(std::uint64_t) override { throw std::logic_error("not asked for"); }
   std::unique_ptr<Stream> create_stream(const std::string&) override { throw std::logic_error("not asked for"); }

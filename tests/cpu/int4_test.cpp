@@ -124,38 +124,4 @@ TEST_CASE("the mean key is that of the rows of a page, without what is no finite
   }
 }
 
-TEST_CASE("any tokens are estimated as whole pages are", "[cpu][backend][int4]") {
-  cpu::Backend backend(workers(3), cpu::available_kernels().back());
-  const Problem problem({.tokens = 16 * 200, .head_dim = 128, .group = 4});
-  const CodeLayout layout(problem.layout());
-  std::vector<std::byte> copies((2 * problem.frames().size() + 1) * layout.page_bytes());
-  std::vector<CodesTask> tasks;
-  for (std::uint32_t page = 0; page < problem.frames().size(); ++page) {
-    tasks.push_back({.page = problem.kv().page(page),
-                     .rows = 16,
-                     .out = copies.data() + problem.frames()[page] * layout.page_bytes()});
-  }
-  backend.make_codes(tasks, problem.layout(), nullptr);
-  std::vector<float> all(4 * problem.options().tokens);
-  const ScoreInt4Task whole{.q = problem.q(),
-                            .copies = copies.data(),
-                            .frames = problem.frames().data(),
-                            .tokens = problem.options().tokens,
-                            .out = all.data()};
-  backend.score_int4({&whole, 1}, problem.shape(), problem.layout(), nullptr);
-  for (const double share : {0.0, 0.01, 0.7}) {
-    const std::vector<std::uint32_t> tokens = random_tokens(problem.options().tokens, share, 3);
-    std::vector<float> out(tokens.size() * 4);
-    backend.estimate_tokens({.q = problem.q(),
-                             .copies = copies.data(),
-                             .frames = problem.frames().data(),
-                             .tokens = tokens,
-                             .out = out.data()},
-                            problem.shape(), problem.layout());
-    for (std::size_t i = 0; i < out.size(); ++i) {
-      REQUIRE(out[i] == all[i % 4 * problem.options().tokens + tokens[i / 4]]);
-    }
-  }
-}
-
 }  // namespace sluice::test

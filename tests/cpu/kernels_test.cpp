@@ -3,9 +3,10 @@
 #include <cmath>
 #include <cstdlib>
 
-#include "cpu/backend/row_list.hpp"
 #include "cpu/float16.hpp"
+#include "cpu/stages/row_list.hpp"
 #include "sluice/error.hpp"
+#include "sluice/page_rules.hpp"
 #include "tests/cpu/kernel_cases.hpp"
 #include "tests/support/random.hpp"
 

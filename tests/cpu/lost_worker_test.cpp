@@ -12,6 +12,8 @@
 #include "cpu/device/host_device.hpp"
 #include "cpu/machine/host_pool.hpp"
 #include "sluice/error.hpp"
+#include "sluice/page_rules.hpp"
+#include "sluice/step/prefill_choice.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/stall.hpp"
 
@@ -102,10 +104,6 @@ const std::vector<Call> kCalls{
        for (std::uint32_t i = 0; i < 4; ++i) tasks[i].out += i * 2048 * kGroup;
        backend.score_pages(tasks, shape, DType::f32, nullptr);
      })},
-    {"score_tokens", verb([](Backend& backend, Tensors& t, auto& shape, auto&, auto&) {
-       const auto tasks = repeat(ScoreTokensTask{.q = t.floats.data(), .kv = t.kv(), .tokens = t.indices, .out = t.out.data()}, 1);
-       backend.score_tokens(tasks, shape, nullptr);
-     })},
     {"top_k", verb([](Backend& backend, Tensors& t, auto&, auto&, auto&) {
        std::vector<TopKTask> tasks;
        for (std::uint32_t i = 0; i < 4; ++i)
@@ -125,14 +123,6 @@ const std::vector<Call> kCalls{
        for (std::uint32_t i = 0; i < 4; ++i)
          tasks.push_back({.q = t.floats.data(), .copies = t.pages.data(), .frames = t.indices.data(), .tokens = kTokens, .out = t.out.data() + i * kTokens * kGroup});
        backend.score_int4(tasks, shape, layout, nullptr);
-     })},
-    {"estimate_tokens", verb([](Backend& backend, Tensors& t, auto& shape, auto&, auto&) {
-       // Rows of 4-bit copies are small: frames are visited again and again until sharing them pays.
-       auto layout = std::make_unique<PageLayout>(kLayout);
-       std::vector<std::uint32_t> tokens;
-       for (int i = 0; i < 4; ++i) tokens.insert(tokens.end(), t.indices.begin(), t.indices.end());
-       t.words = std::move(tokens);
-       backend.estimate_tokens({.q = t.floats.data(), .copies = t.pages.data(), .frames = t.indices.data(), .tokens = t.words, .out = t.out.data()}, shape, *layout);
      })},
     {"top_p", verb([](Backend& backend, Tensors& t, auto&, auto&, auto&) {
        std::vector<TopPTask> tasks;

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "sluice/error.hpp"
+#include "sluice/page_rules.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_policies.hpp"
 #include "tests/support/sanitized.hpp"

@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "sluice/error.hpp"
+#include "sluice/page_rules.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_drafts.hpp"
 #include "tests/support/engine_policies.hpp"

@@ -5,6 +5,7 @@
 
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
+#include "sluice/page_rules.hpp"
 #include "sluice/step/fetch_share.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_drafts.hpp"

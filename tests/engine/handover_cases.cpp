@@ -3,6 +3,7 @@
 #include <thread>
 
 #include "sluice/error.hpp"
+#include "sluice/step/handover_facts.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_plain.hpp"
 #include "tests/support/forwarding.hpp"

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "sluice/error.hpp"
+#include "sluice/page_rules.hpp"
 #include "sluice/step/forward.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_policies.hpp"

@@ -1,5 +1,6 @@
 // Room for policies that rank pages, and what an engine says that has none, on every device.
 #include "sluice/error.hpp"
+#include "sluice/page_rules.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_policies.hpp"
 

@@ -5,6 +5,7 @@
 #include "cpu/kernels/kernels.hpp"
 #include "sluice/error.hpp"
 #include "sluice/step/backend.hpp"
+#include "sluice/step/prefill_choice.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_policies.hpp"
 #include "tests/support/sanitized.hpp"
@@ -43,7 +44,7 @@ std::unique_ptr<Buffer> narrowed(const EngineRig& rig, const float* rows, std::s
   return buffer;
 }
 
-/// A prompt's attention by the verbs of the device's Backend, over pages of its own in pinned memory.
+/// A prompt's attention by stages of the rig's Backend, over pages of its own in pinned memory.
 class DirectPrompt {
  public:
   DirectPrompt(const EngineRig& rig, const Story& story, DType dtype, const PrefillSpec& spec = kFlexPrefill)
@@ -68,7 +69,7 @@ class DirectPrompt {
                                .q_head_stride = kShape.head_dim,
                                .out_token_stride = row,
                                .out_head_stride = kShape.head_dim};
-    Backend& backend = rig_.device->backend();
+    Backend& backend = *rig_.backend;
     const std::uint32_t group = kShape.group();
     const std::uint64_t words = std::uint64_t{group} * prefill_blocks(first, count) * prefill_mask_words(first + count);
     const auto blocks = rig_.device->allocate_pinned(words * sizeof(std::uint32_t));

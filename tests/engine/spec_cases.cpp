@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "sluice/error.hpp"
+#include "sluice/page_rules.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_park.hpp"
 #include "tests/support/reference.hpp"

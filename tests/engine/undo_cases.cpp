@@ -7,6 +7,7 @@
 
 #include "scheduler/layer_policy.hpp"
 #include "sluice/error.hpp"
+#include "sluice/page_rules.hpp"
 #include "sluice/step/forward.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_policies.hpp"

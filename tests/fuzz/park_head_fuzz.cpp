@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "sluice/engine.hpp"
+#include "sluice/page_rules.hpp"
 #include "tests/fuzz/fuzz.hpp"
 #include "tests/support/park_seal.hpp"
 

@@ -44,7 +44,7 @@ class AttendFixture {
     return copy(std::span<const float>(problem.q(), std::size_t{problem.options().group} * problem.options().head_dim));
   }
   void wait() { stream->synchronize(deadline_after(std::chrono::seconds(30))); }
-  Backend& backend() { return device->backend(); }
+  Backend& backend() { return gpu::cuda_device(*device, "test").backend(); }
 
   std::shared_ptr<Device> device;
   std::unique_ptr<Stream> stream;

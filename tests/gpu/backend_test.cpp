@@ -2,6 +2,7 @@
 #include <string>
 
 #include "sluice/error.hpp"
+#include "sluice/page_rules.hpp"
 #include "tests/gpu/gpu_support.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/errors.hpp"
@@ -17,7 +18,7 @@ constexpr PageLayout kLayout{.page_tokens = 16, .head_dim = 128, .dtype = DType:
 }  // namespace
 
 TEST_CASE("the GPU serves the shapes that it has kernels for and names the others", "[gpu][backend]") {
-  Backend& backend = gpu_device()->backend();
+  Backend& backend = gpu::cuda_device(*gpu_device(), "test").backend();
   for (const std::uint32_t head_dim : {64u, 96u, 128u, 192u, 256u}) {
     for (const DType dtype : {DType::f16, DType::bf16}) {
       for (const std::uint32_t page_tokens : {8u, 16u, 32u, 256u}) {
@@ -56,11 +57,6 @@ TEST_CASE("GPU verbs refuse what they cannot do before anything is written", "[g
   REQUIRE(code_of([&] {
             under_test.backend().score_pages({&pages, 1}, kShape, DType::f32, under_test.stream());
           }) == Errc::unsupported);
-  ScoreTokensTask tokens;
-  tokens.kv.layout = odd;
-  REQUIRE(code_of([&] {
-            under_test.backend().score_tokens({&tokens, 1}, kShape, under_test.stream());
-          }) == Errc::unsupported);
   ClusterTask cluster;
   cluster.kv.layout = f32;
   REQUIRE(code_of([&] { under_test.backend().cluster({&cluster, 1}, under_test.stream()); }) == Errc::unsupported);
@@ -92,7 +88,7 @@ TEST_CASE("GPU verbs refuse tensors of a type whose scales only pages have", "[g
 }
 
 TEST_CASE("GPU verbs need a stream of the device, unless there is nothing to do", "[gpu][backend]") {
-  Backend& backend = gpu_device()->backend();
+  Backend& backend = gpu::cuda_device(*gpu_device(), "test").backend();
   const AppendTask append{};
   const TopKTask top_k{};
   REQUIRE(code_of([&] { backend.append({&append, 1}, kLayout, nullptr); }) == Errc::invalid_argument);
@@ -101,7 +97,6 @@ TEST_CASE("GPU verbs need a stream of the device, unless there is nothing to do"
   backend.append({}, kLayout, nullptr);
   backend.digest({}, DigestKind::box, kLayout, nullptr);
   backend.score_pages({}, kShape, DType::bf16, nullptr);
-  backend.score_tokens({}, kShape, nullptr);
   backend.top_k({}, nullptr);
   backend.cluster({}, nullptr);
 }

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "gpu/device/cuda_device.hpp"
 #include "gpu/head_dims.hpp"
 #include "gpu/kernels/compiled.hpp"
 #include "sluice/cuda.hpp"
@@ -31,6 +32,7 @@ EngineRig engine_rig() {
   static const std::shared_ptr<Device> device = make_cuda_device({.link_rows = link_rows_or(0)});
   EngineRig rig{.device = device,
                 .queue = device->create_stream("caller"),
+                .backend = {device, &gpu::cuda_device(*device, "test").backend()},
                 .kv_dtype = kv_dtype_or(DType::bf16),
                 .on_gpu = true,
                 .tolerance = 1e-3,

@@ -9,6 +9,7 @@
 
 #include "cpu/backend/backend.hpp"
 #include "sluice/error.hpp"
+#include "sluice/step/prefill_choice.hpp"
 #include "tests/gpu/gpu_support.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/prompt.hpp"

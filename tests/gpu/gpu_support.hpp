@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "gpu/device/cuda_device.hpp"
 #include "gpu/device/cuda_error.hpp"
 #include "sluice/cuda.hpp"
 #include "tests/support/backend_under_test.hpp"
@@ -24,7 +25,7 @@ namespace sluice::test {
 class GpuUnderTest final : public BackendUnderTest {
  public:
   GpuUnderTest() : stream_(gpu_device()->create_stream("test")) {}
-  Backend& backend() override { return gpu_device()->backend(); }
+  Backend& backend() override { return gpu::cuda_device(*gpu_device(), "test").backend(); }
   Stream* stream() override { return stream_.get(); }
   std::byte* memory(std::uint64_t bytes) override;
   void finish() override { stream_->synchronize(soon()); }

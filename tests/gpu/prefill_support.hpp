@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "sluice/step/prefill_choice.hpp"
 #include "tests/gpu/attend_support.hpp"
 #include "tests/support/random.hpp"
 

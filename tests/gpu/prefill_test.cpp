@@ -5,6 +5,7 @@
 #include "gpu/kernels/prefill/prefill.hpp"
 #include "gpu/tuning.hpp"
 #include "sluice/error.hpp"
+#include "sluice/step/prefill_choice.hpp"
 #include "tests/gpu/prefill_support.hpp"
 
 namespace sluice::test {

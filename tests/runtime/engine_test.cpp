@@ -6,6 +6,7 @@
 #include <new>
 #include <span>
 
+#include "cpu/backend/backend.hpp"
 #include "cpu/device/host_device.hpp"
 #include "tests/runtime/own_device.hpp"
 #include "tests/support/catch.hpp"
@@ -13,9 +14,21 @@
 
 namespace sluice::test {
 
+namespace {
+
+struct HostThreads {
+  cpu::Topology topology;
+  cpu::Workers workers{topology, {.threads = 2, .pin = false}};
+  cpu::Backend backend{workers};
+};
+
+}  // namespace
+
 EngineRig engine_rig() {
+  static HostThreads host;
   EngineRig rig{
       .device = own_device(handover_or(Handover::device)), .queue = nullptr, .kv_dtype = kv_dtype_or(DType::f32)};
+  rig.backend = {std::shared_ptr<void>(), &host.backend};
   rig.queue = rig.device->create_stream("caller");
   rig.stream = rig.queue.get();
   return rig;

@@ -9,7 +9,6 @@
 #include <string>
 #include <thread>
 
-#include "cpu/backend/backend.hpp"
 #include "runtime/far/far_choice.hpp"
 #include "sluice/error.hpp"
 #include "tests/runtime/comes.hpp"
@@ -52,11 +51,9 @@ struct ChoosingDesk : Desk {
   ChoosingDesk() { choice.expect(1, 0, {{.sequence = SequenceId{1}, .policy = policy, .index = 0, .window = {}}}); }
 
   cpu::Topology machine;
-  cpu::Workers one{machine, {.threads = 1, .pin = false}};
-  cpu::Backend host{one};
   std::vector<std::uint32_t> blocks{0};
   std::shared_ptr<SequencePolicy> policy =
-      std::make_shared<SequencePolicy>(parse_policy("exact | top_k=4 | near=0"), memory, blocks, host);
+      std::make_shared<SequencePolicy>(parse_policy("exact | top_k=4 | near=0"), memory, blocks);
 };
 
 /// Threads that do nothing: on a busy machine some may stand aside, whose cores others take.

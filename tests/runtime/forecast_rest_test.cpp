@@ -5,7 +5,6 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/backend/backend.hpp"
 #include "runtime/far/far_choice.hpp"
 #include "sluice/error.hpp"
 #include "tests/runtime/comes.hpp"
@@ -48,7 +47,7 @@ struct RestDesk : RestMemory {
     choice.expect(2, 1, {{.sequence = SequenceId{2}, .policy = proposer, .index = 0, .window = {.proposed = 1}}});
   }
   [[nodiscard]] std::shared_ptr<SequencePolicy> policy() {
-    return std::make_shared<SequencePolicy>(parse_policy(kPolicy), memory, blocks, host);
+    return std::make_shared<SequencePolicy>(parse_policy(kPolicy), memory, blocks);
   }
   /// Whether forward 2 has what its histories propose, in all layers, once a thread has had time for it.
   [[nodiscard]] bool proposes() {
@@ -56,9 +55,6 @@ struct RestDesk : RestMemory {
     return could && proposals[0].forward == 2 && proposals[1].forward == 2;
   }
 
-  cpu::Topology machine;
-  cpu::Workers one{machine, {.threads = 1, .pin = false}};
-  cpu::Backend host{one};
   std::vector<std::uint32_t> blocks{0};
   FarChoice choice{memory, cpu::fastest_kernels(), 1s};
   std::shared_ptr<SequencePolicy> learner = policy();

@@ -20,17 +20,6 @@ using namespace sluice::test;
 
 namespace {
 
-const cpu::Topology& topology() {
-  static const cpu::Topology machine;
-  return machine;
-}
-
-std::shared_ptr<const cpu::Workers> workers() {
-  static const auto two =
-      std::make_shared<const cpu::Workers>(topology(), cpu::WorkersOptions{.threads = 2, .pin = false});
-  return two;
-}
-
 struct Clusters {
   std::vector<float> centroids;
   std::vector<std::uint32_t> assignment;
@@ -48,8 +37,7 @@ Clusters cluster(HostKv& kv, const scheduler::ClusterRequest& request, std::uint
 TEST_CASE("a host reader hands out ranges of keys across pages", "[host_kv]") {
   const auto dtype = GENERATE(DType::f32, DType::f16, DType::bf16);
   const Problem problem({.dtype = dtype, .tokens = 100, .head_dim = 80, .page_tokens = 16});
-  cpu::Backend backend(*workers());
-  HostKv kv(backend, problem.shape(), problem.kv());
+  HostKv kv(problem.shape(), problem.kv());
   for (const auto& [first, count] : {std::pair{0u, 100u}, {15u, 1u}, {15u, 2u}, {40u, 0u}, {47u, 53u}}) {
     std::vector<float> keys(std::size_t{count} * 80 + 1, 7.f);
     kv.keys(first, count, keys.data());
@@ -62,8 +50,7 @@ TEST_CASE("a host reader scores rows that are no keys, for any number of columns
   const auto columns = GENERATE(1u, 4u, 7u, 32u);
   const auto count = GENERATE(0u, 1u, 1'500u);
   const Problem problem({.tokens = 20, .head_dim = 64});
-  cpu::Backend backend(*workers());
-  HostKv kv(backend, problem.shape(), problem.kv());
+  HostKv kv(problem.shape(), problem.kv());
   Random random(columns + count);
   std::vector<float> x(std::size_t{columns} * 64), rows(std::size_t{count} * 64);
   for (float& value : x) value = static_cast<float>(random.normal());
@@ -84,7 +71,6 @@ TEST_CASE("scores that threads share are those of one", "[host_kv][shared_calls]
   const auto group = GENERATE(1u, 3u, 4u);
   constexpr std::uint32_t kTokens = 2'600;
   const Problem problem({.dtype = dtype, .tokens = kTokens, .head_dim = 64, .group = group});
-  cpu::Backend backend(*workers());
   SharedCalls calls(2);
   std::atomic<bool> over{false};
   const std::jthread helper([&] {
@@ -99,8 +85,8 @@ TEST_CASE("scores that threads share are those of one", "[host_kv][shared_calls]
     CAPTURE(to_string(dtype), group, count);
     std::vector<std::uint32_t> tokens(count);
     for (std::uint32_t i = 0; i < count; ++i) tokens[i] = i * kTokens / count;
-    HostKv alone(backend, problem.shape(), problem.kv());
-    HostKv shared(backend, problem.shape(), problem.kv());
+    HostKv alone(problem.shape(), problem.kv());
+    HostKv shared(problem.shape(), problem.kv());
     shared.share({.calls = &calls, .caller = 1});
     const std::uint64_t before = calls.shared();
     std::vector<float> want(std::size_t{count} * group + 1, 7.f), got = want;
@@ -114,7 +100,6 @@ TEST_CASE("scores that threads share are those of one", "[host_kv][shared_calls]
 
 TEST_CASE("a host reader clusters keys the same however they lie in pages", "[host_kv]") {
   constexpr std::uint32_t kTokens = 300, kDim = 64;
-  cpu::Backend backend(*workers());
   const scheduler::ClusterRequest request{
       .first = 20, .count = kTokens - 20, .clusters = 14, .iterations = 5, .seed = 3};
   const Problem problem({.dtype = DType::bf16, .tokens = kTokens, .head_dim = kDim, .page_tokens = 16});
@@ -127,8 +112,8 @@ TEST_CASE("a host reader clusters keys the same however they lie in pages", "[ho
   for (std::uint32_t t = 0; t < kTokens; ++t) {
     std::memcpy(page.data() + t * layout.row_bytes(), scattered.k_row(t), layout.row_bytes());
   }
-  HostKv from_pages(backend, problem.shape(), scattered);
-  HostKv from_one(backend, problem.shape(), together);
+  HostKv from_pages(problem.shape(), scattered);
+  HostKv from_one(problem.shape(), together);
   const Clusters want = cluster(from_one, request, kDim);
   const Clusters got = cluster(from_pages, request, kDim);
   REQUIRE(got.centroids == want.centroids);

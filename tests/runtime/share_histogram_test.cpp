@@ -1,4 +1,4 @@
-#include "sluice/share_histogram.hpp"
+#include "sluice/audit.hpp"
 
 #include <cmath>
 #include <limits>

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "sluice/page_rules.hpp"
 #include "sluice/step/forward_tasks.hpp"
 #include "tests/support/catch.hpp"
 

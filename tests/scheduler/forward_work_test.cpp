@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "scheduler/plan/forward_rows.hpp"
+#include "sluice/page_rules.hpp"
 #include "tests/support/catch.hpp"
 
 using namespace sluice;

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "scheduler/layer_policy.hpp"
+#include "sluice/page_rules.hpp"
 #include "tests/scheduler/complaints.hpp"
 
 using namespace sluice;

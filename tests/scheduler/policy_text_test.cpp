@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "scheduler/layer_policy.hpp"
+#include "sluice/page_rules.hpp"
 #include "tests/scheduler/complaints.hpp"
 
 using namespace sluice;

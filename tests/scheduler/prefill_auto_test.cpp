@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "sluice/step/prefill_choice.hpp"
 #include "tests/support/catch.hpp"
 
 using namespace sluice;

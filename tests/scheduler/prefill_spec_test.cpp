@@ -4,6 +4,7 @@
 #include <string>
 
 #include "sluice/prefill.hpp"
+#include "sluice/step/prefill_choice.hpp"
 #include "tests/scheduler/complaints.hpp"
 
 using namespace sluice;

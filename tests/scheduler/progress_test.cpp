@@ -1,6 +1,6 @@
 // When progressive attention stops: the laws of PSA's rule on pages of known mass.
 
-#include "sluice/progress.hpp"
+#include "sluice/step/progress.hpp"
 
 #include <algorithm>
 #include <cmath>

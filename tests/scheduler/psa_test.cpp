@@ -5,6 +5,7 @@
 
 #include "scheduler/policy/page_order.hpp"
 #include "scheduler/policy/policies.hpp"
+#include "sluice/page_rules.hpp"
 #include "tests/scheduler/policy_step.hpp"
 
 using namespace sluice;

@@ -5,7 +5,7 @@
 
 #include "gpu/kernels/transfer/signal.hpp"
 #include "sluice/cuda.hpp"
-#include "sluice/handover.hpp"
+#include "sluice/device.hpp"
 #include "tests/gpu/forward_graph.hpp"
 #include "tests/soak/ground.hpp"
 #include "tests/soak/hindered_device.hpp"

@@ -6,6 +6,7 @@
 #include "scheduler/plan/forward_rows.hpp"
 #include "scheduler/plan/layer_stacks.hpp"
 #include "sluice/error.hpp"
+#include "sluice/page_rules.hpp"
 #include "sluice/step/forward.hpp"
 #include "tests/soak/expect.hpp"
 #include "tests/soak/traffic.hpp"

@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "sluice/page_rules.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/choose_pages_reference.hpp"
 #include "tests/support/sanitized.hpp"

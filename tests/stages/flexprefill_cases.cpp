@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "sluice/error.hpp"
+#include "sluice/step/prefill_choice.hpp"
 #include "tests/support/flexprefill_reference.hpp"
 #include "tests/support/flexprefill_support.hpp"
 #include "tests/support/sanitized.hpp"

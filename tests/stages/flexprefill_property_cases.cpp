@@ -5,6 +5,7 @@
 #include <numbers>
 #include <vector>
 
+#include "sluice/step/prefill_choice.hpp"
 #include "tests/support/flexprefill_reference.hpp"
 #include "tests/support/flexprefill_support.hpp"
 #include "tests/support/sanitized.hpp"

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <vector>
 
+#include "sluice/page_rules.hpp"
 #include "tests/support/backend_under_test.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/random.hpp"
@@ -220,35 +221,6 @@ TEST_CASE("page scores of many tasks and of one long task", "[backend]") {
   under_test->backend().score_pages(tasks, shape, DType::bf16, under_test->stream());
   under_test->finish();
   for (const ScorePagesTask& task : tasks) check_scores(digests, task, 4);
-}
-
-TEST_CASE("token scores are scaled products with the keys", "[backend]") {
-  const auto [dtype, head_dim, group] =
-      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3},
-                    std::array{64u, 80u, 96u, 128u, 192u, 256u}, std::array{1u, 3u, 4u, 32u}));
-  CAPTURE(to_string(dtype), head_dim, group);
-  const auto under_test = backend_under_test();
-  const Problem problem({.dtype = dtype, .tokens = 1'501, .head_dim = head_dim, .group = group});
-  if (!under_test->supports(problem.shape(), problem.layout())) return;
-  const Placed placed = place(*under_test, problem);
-  std::vector<std::vector<std::uint32_t>> tokens{{0}, {}, {1'500}, random_tokens(1'501, 2.0, 1)};
-  for (std::uint64_t seed = 0; seed < 80; ++seed) tokens.push_back(random_tokens(1'501, 0.05, seed));
-  std::vector<ScoreTokensTask> tasks;
-  for (const auto& list : tokens) {
-    const auto out = under_test->array(list.size() * group + 1, static_cast<float>(kUntouched));
-    tasks.push_back({.q = placed.q, .kv = placed.kv, .tokens = list, .out = out.data()});
-  }
-  under_test->backend().score_tokens(tasks, problem.shape(), under_test->stream());
-  under_test->finish();
-  const double within = tolerance(problem);
-  for (const ScoreTokensTask& task : tasks) {
-    std::vector<double> expected;
-    for (const std::uint32_t token : task.tokens) {
-      for (std::uint32_t head = 0; head < group; ++head) expected.push_back(reference::score(problem, head, token));
-    }
-    expected.push_back(kUntouched);
-    REQUIRE(max_abs_diff(std::span<const float>(task.out, expected.size()), expected) <= within);
-  }
 }
 
 }  // namespace sluice::test

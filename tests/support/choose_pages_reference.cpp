@@ -4,6 +4,7 @@
 #include <limits>
 #include <optional>
 
+#include "sluice/page_rules.hpp"
 #include "tests/support/random.hpp"
 
 namespace sluice::test::page_choices {

@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "sluice/page_rules.hpp"
 #include "tests/support/backend_under_test.hpp"
 
 /// Pages to choose among by a progressive share, and the paper's choice in float64.

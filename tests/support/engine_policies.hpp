@@ -7,6 +7,7 @@
 
 #include "sluice/audit.hpp"
 #include "sluice/engine.hpp"
+#include "sluice/page_rules.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
 #include "tests/support/policy_reference.hpp"

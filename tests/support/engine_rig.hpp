@@ -11,12 +11,17 @@
 #include "tests/support/catch.hpp"
 #include "tests/support/story.hpp"
 
+namespace sluice {
+class Backend;
+}
+
 namespace sluice::test {
 
 /// A device, and a stream of it on which forwards run.
 struct EngineRig {
   std::shared_ptr<Device> device;
   std::unique_ptr<Stream> queue;
+  std::shared_ptr<Backend> backend{};  ///< stages one by one: at once, or on `queue`
   void* stream = nullptr;  ///< as Engine wants it
   DType kv_dtype = DType::f32;
   bool on_gpu = false;

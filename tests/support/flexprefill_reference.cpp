@@ -4,6 +4,8 @@
 #include <cmath>
 #include <functional>
 
+#include "sluice/step/prefill_choice.hpp"
+
 namespace sluice::test::reference {
 namespace {
 

@@ -6,6 +6,7 @@
 #include <numbers>
 #include <vector>
 
+#include "sluice/step/prefill_choice.hpp"
 #include "tests/support/backend_under_test.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/prompt.hpp"

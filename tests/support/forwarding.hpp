@@ -15,7 +15,6 @@ class ForwardingDevice : public Device {
  public:
   explicit ForwardingDevice(std::shared_ptr<Device> inner) : inner_(std::move(inner)) {}
   [[nodiscard]] const DeviceInfo& info() const noexcept override { return inner_->info(); }
-  [[nodiscard]] Backend& backend() noexcept override { return inner_->backend(); }
   [[nodiscard]] std::unique_ptr<Buffer> allocate(std::uint64_t bytes) override { return inner_->allocate(bytes); }
   [[nodiscard]] std::unique_ptr<Buffer> allocate_pinned(std::uint64_t bytes) override {
     return inner_->allocate_pinned(bytes);
@@ -41,6 +40,7 @@ class ForwardingVerbs : public ForwardVerbs {
   [[nodiscard]] bool sparse_prefill(const AttentionShape& shape) const noexcept override {
     return inner_.sparse_prefill(shape);
   }
+  [[nodiscard]] PrefillCosts prefill_costs() const noexcept override { return inner_.prefill_costs(); }
   [[nodiscard]] std::uint64_t scratch_bytes(const ForwardMemory& memory) const override {
     return inner_.scratch_bytes(memory);
   }
@@ -53,6 +53,10 @@ class ForwardingVerbs : public ForwardVerbs {
   }
   void cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) override {
     inner_.cluster(memory, clusterings, stream);
+  }
+  void derive(const ForwardMemory& memory, std::uint32_t plane, std::span<const FarPage> pages, const float* mean,
+              void* stream) override {
+    inner_.derive(memory, plane, pages, mean, stream);
   }
   void begin(const ForwardMemory& memory, void* stream) override { inner_.begin(memory, stream); }
   void append(const ForwardMemory& memory, const ForwardLayer& layer) override { inner_.append(memory, layer); }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 
+#include "sluice/step/prefill_choice.hpp"
+
 namespace sluice::test::reference {
 namespace {
 

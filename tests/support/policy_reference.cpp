@@ -6,8 +6,9 @@
 #include <numeric>
 #include <optional>
 
+#include "cpu/stages/rows.hpp"
 #include "scheduler/plan/forward_rows.hpp"
-#include "sluice/partial.hpp"
+#include "sluice/step/partial.hpp"
 #include "tests/support/reference.hpp"
 
 namespace sluice::test::policies {
@@ -17,10 +18,9 @@ Reference::Reference(const EngineRig& rig, const Story& story, const AttentionSh
       shape_(shape),
       policy_(policy),
       layout_{.page_tokens = kPageTokens, .head_dim = shape.head_dim, .dtype = rig.kv_dtype},
-      workers_(topology_, cpu::WorkersOptions{.threads = 1, .pin = false}),
-      host_(workers_),
       frames_(div_up(story.tokens(), kPageTokens)),
-      pages_(std::size_t{shape.layers} * shape.kv_heads, std::vector<std::byte>(frames_.size() * layout_.page_bytes())) {
+      pages_(std::size_t{shape.layers} * shape.kv_heads,
+             std::vector<std::byte>(frames_.size() * layout_.page_bytes())) {
   std::iota(frames_.rbegin(), frames_.rend(), 0u);
   report_.layers = shape.layers;
   report_.q_heads = shape.q_heads;
@@ -48,8 +48,8 @@ void Reference::take(std::uint32_t tokens, bool queries) {
 }
 
 runtime::HostKv Reference::reader(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t tokens) {
-  runtime::HostKv kv(host_, shape_,
-                     {.base = pages_[layer * shape_.kv_heads + kv_head].data(), .frames = frames_.data(), .layout = layout_});
+  runtime::HostKv kv(
+      shape_, {.base = pages_[layer * shape_.kv_heads + kv_head].data(), .frames = frames_.data(), .layout = layout_});
   // The device copies keys as they come.
   const bool own_pages = policy_.budget.kind == BudgetKind::progressive && policy_.estimate == Estimate::int4;
   const bool all =
@@ -85,12 +85,18 @@ void Reference::rank(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t p
                      std::vector<float>& scores, std::vector<std::uint32_t>& ranked) {
   const std::uint32_t d = shape_.head_dim;
   const PageLayout made = layout_.near();
+  const cpu::ElementKernels& kernels = cpu::kernels_for(cpu::fastest_kernels(), layout_.dtype);
+  const auto digest = policy_.pages.digest == DigestKind::box ? kernels.digest_box : kernels.digest_cuboid_mean;
   // Rounded as pages keep them.
   std::vector<std::vector<std::byte>> digests(pages, std::vector<std::byte>(2 * made.row_bytes()));
   for (std::uint32_t page = 0; page < pages; ++page) {
-    const DigestTask task{.page = pages_[layer * shape_.kv_heads + kv_head].data() + frames_[page] * layout_.page_bytes(),
-                          .out = digests[page].data()};
-    host_.digest({&task, 1}, policy_.pages.digest, layout_, nullptr);
+    const std::byte* const keys =
+        pages_[layer * shape_.kv_heads + kv_head].data() + frames_[page] * layout_.page_bytes();
+    digest({.k = keys,
+            .scales = cpu::scales_in(layout_, keys),
+            .out = digests[page].data(),
+            .rows = kPageTokens,
+            .head_dim = d});
   }
   for (std::uint32_t h = 0; h < shape_.group(); ++h) {
     const float* const q = story_.q(layer, at_) + (std::size_t{kv_head} * shape_.group() + h) * d;

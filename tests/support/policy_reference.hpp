@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "cpu/backend/backend.hpp"
+#include "cpu/kernels/kernels.hpp"
 #include "runtime/background/audit_group.hpp"
 #include "runtime/far/host_kv.hpp"
 #include "scheduler/layer_policy.hpp"
@@ -66,9 +66,6 @@ class Reference {
   AttentionShape shape_;
   PolicySpec policy_;
   PageLayout layout_;
-  cpu::Topology topology_;
-  cpu::Workers workers_;
-  cpu::Backend host_;
   std::vector<std::uint32_t> frames_;              ///< in no order that would hide a mistake
   std::vector<std::vector<std::byte>> pages_;      ///< [layers, kv_heads]
   std::vector<std::unique_ptr<scheduler::LayerPolicy>> layers_;  ///< null: dense

@@ -5,8 +5,8 @@
 #include <span>
 #include <vector>
 
-#include "sluice/page.hpp"
 #include "sluice/shape.hpp"
+#include "sluice/step/page.hpp"
 
 namespace sluice::test {
 

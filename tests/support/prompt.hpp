@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "sluice/step/prefill_choice.hpp"
 #include "tests/support/backend_under_test.hpp"
 #include "tests/support/problem.hpp"
 #include "tests/support/reference.hpp"

@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 
+#include "sluice/page_rules.hpp"
 #include "sluice/step/e4m3.hpp"
 
 namespace sluice::test {

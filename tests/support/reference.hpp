@@ -6,8 +6,8 @@
 #include <span>
 #include <vector>
 
-#include "sluice/progress.hpp"
 #include "sluice/step/backend.hpp"
+#include "sluice/step/progress.hpp"
 #include "sluice/tensor.hpp"
 #include "tests/support/problem.hpp"
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <span>
 
+#include "sluice/page_rules.hpp"
 #include "tests/support/prune_reference.hpp"
 #include "tests/support/random.hpp"
 #include "tests/support/reference.hpp"

@@ -4,8 +4,9 @@
 #include <utility>
 #include <vector>
 
-#include "sluice/page.hpp"
+#include "sluice/page_rules.hpp"
 #include "sluice/shape.hpp"
+#include "sluice/step/page.hpp"
 
 namespace sluice::test {
 

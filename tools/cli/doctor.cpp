@@ -2,7 +2,6 @@
 #include <cstdio>
 #include <memory>
 
-#include "cpu/backend/backend.hpp"
 #include "cpu/backend/rates.hpp"
 #include "cpu/kernels/kernels.hpp"
 #include "cpu/machine/topology.hpp"
@@ -78,7 +77,7 @@ void look_at_cpu(Findings& findings) {
     for (const cpu::Kernels* kernels : cpu::available_kernels()) {
       variants += (variants.empty() ? "" : ", ") + std::string(kernels->name);
     }
-    findings.ok("kernels", cpu::Backend(workers).isa() + " chosen of " + variants);
+    findings.ok("kernels", std::string(cpu::fastest_kernels().name) + " chosen of " + variants);
     std::array<char, 64> rate{};
     std::snprintf(rate.data(), rate.size(), "%.1f GB/s", cpu::measure_read_gbps(workers, kReadBytes));
     findings.ok("memory read rate", rate.data());

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "scheduler/plan/forward_rows.hpp"
+#include "sluice/page_rules.hpp"
 #include "tools/cli/dense_flag.hpp"
 #include "tools/cli/text/values.hpp"
 

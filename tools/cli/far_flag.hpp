@@ -4,7 +4,7 @@
 #include <string>
 
 #include "scheduler/plan/cost_model.hpp"
-#include "sluice/placement.hpp"
+#include "sluice/engine_options.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/step/forward.hpp"
 #include "sluice/tensor.hpp"

@@ -6,8 +6,8 @@
 #include <map>
 #include <string>
 
+#include "sluice/engine_options.hpp"
 #include "sluice/error.hpp"
-#include "sluice/host_memory.hpp"
 #include "sluice/units.hpp"
 #include "tools/llama/bf16.hpp"
 #include "tools/llama/random_weights.hpp"

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "sluice/partial.hpp"
+#include "sluice/step/partial.hpp"
 #include "sluice/tensor.hpp"
 
 namespace sluice::gpu {

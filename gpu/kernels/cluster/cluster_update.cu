@@ -10,7 +10,7 @@
 #include "gpu/kernels/elements.cuh"
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/mma.cuh"
-#include "sluice/page.hpp"
+#include "sluice/step/page.hpp"
 #include "sluice/step/permutation.hpp"
 
 namespace sluice::gpu {

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/forward/new_row.cuh"
-#include "sluice/partial.hpp"
+#include "sluice/step/partial.hpp"
 
 /// What a thread block does of `append`: a row's key and value of a KV head come in, and what the kernels behind it
 /// need to know of the row is written down.

@@ -6,7 +6,7 @@
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/prefill/prefill_output.cuh"
-#include "sluice/partial.hpp"
+#include "sluice/step/partial.hpp"
 
 namespace sluice::gpu {
 namespace {

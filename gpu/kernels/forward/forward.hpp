@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <span>
 
 #include "gpu/kernels/attend/attend.hpp"
 #include "gpu/kernels/index/int4.hpp"
@@ -13,7 +14,7 @@
 #include "gpu/kernels/select/top_p.hpp"
 #include "gpu/split_rule.hpp"
 #include "sluice/step/forward_verbs.hpp"
-#include "sluice/step/select_verbs.hpp"
+#include "sluice/step/select_tasks.hpp"
 
 namespace sluice::gpu {
 
@@ -107,6 +108,9 @@ void launch_forward_acquire(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_fill(const ForwardMemory& memory, cudaStream_t stream);
 /// Mean keys that the plan makes again, if there are any, after `apply`.
 void launch_forward_key_means(const ForwardMemory& memory, cudaStream_t stream);
+/// See ForwardVerbs::derive.
+void launch_forward_derive(const ForwardMemory& memory, std::uint32_t plane, std::span<const FarPage> pages,
+                           const float* mean, cudaStream_t stream);
 void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream);
 void launch_forward_begin(const ForwardMemory& memory, const ForwardScratch& scratch, cudaStream_t stream);
 void launch_forward_append(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);

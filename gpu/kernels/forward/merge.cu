@@ -8,7 +8,7 @@
 #include "gpu/kernels/overlap.hpp"
 #include "gpu/kernels/prefill/prefill_output.cuh"
 #include "gpu/tuning.hpp"
-#include "sluice/partial.hpp"
+#include "sluice/step/partial.hpp"
 
 namespace sluice::gpu {
 namespace detail {
@@ -18,6 +18,7 @@ void load_forward_attend_chosen_kernels();
 void load_forward_attend_whole_kernels();
 void load_forward_await_kernel();
 void load_forward_apply_kernels();
+void load_forward_derive_kernels();
 void load_forward_key_means_kernels();
 void load_forward_audit_kernels();
 void load_forward_fill_kernel();
@@ -191,6 +192,7 @@ void load_forward_kernels() {
   detail::load_forward_attend_whole_kernels();
   detail::load_forward_await_kernel();
   detail::load_forward_apply_kernels();
+  detail::load_forward_derive_kernels();
   detail::load_forward_key_means_kernels();
   detail::load_forward_audit_kernels();
   detail::load_forward_fill_kernel();

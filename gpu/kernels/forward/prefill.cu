@@ -5,6 +5,7 @@
 #include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/load.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::gpu {
 namespace {

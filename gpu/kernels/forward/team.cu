@@ -6,7 +6,7 @@
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
-#include "sluice/partial.hpp"
+#include "sluice/step/partial.hpp"
 
 namespace sluice::gpu {
 namespace {

@@ -2,8 +2,8 @@
 
 #include "gpu/kernels/e4m3.cuh"
 #include "gpu/kernels/index/rotate.cuh"
-#include "sluice/page.hpp"
 #include "sluice/step/int4.hpp"
+#include "sluice/step/page.hpp"
 
 /// One row of a copy in codes, by one warp; see CodeLayout. The same operations in the same order as on the CPU,
 /// without contraction: the copies are equal bit by bit.

@@ -3,7 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "gpu/kernels/task_array.hpp"
-#include "sluice/step/core_verbs.hpp"
+#include "sluice/step/attend_tasks.hpp"
 
 namespace sluice::gpu {
 

@@ -2,6 +2,7 @@
 #include "gpu/kernels/index/digest.cuh"
 #include "gpu/kernels/index/digest.hpp"
 #include "gpu/kernels/load.hpp"
+#include "sluice/page_rules.hpp"
 
 namespace sluice::gpu {
 namespace {

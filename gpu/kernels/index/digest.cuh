@@ -1,7 +1,8 @@
 #pragma once
 
 #include "gpu/kernels/e4m3.cuh"
-#include "sluice/page.hpp"
+#include "sluice/page_rules.hpp"
+#include "sluice/step/page.hpp"
 
 /// The digest of a page of keys, as the CPU makes it, bit by bit.
 namespace sluice::gpu::detail {

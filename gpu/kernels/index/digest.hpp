@@ -3,7 +3,8 @@
 #include <cuda_runtime_api.h>
 
 #include "gpu/kernels/task_array.hpp"
-#include "sluice/step/select_verbs.hpp"
+#include "sluice/page_rules.hpp"
+#include "sluice/step/select_tasks.hpp"
 
 namespace sluice::gpu {
 

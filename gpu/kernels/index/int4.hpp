@@ -6,7 +6,7 @@
 
 #include "gpu/kernels/select/foresight.hpp"
 #include "gpu/kernels/task_array.hpp"
-#include "sluice/step/select_verbs.hpp"
+#include "sluice/step/select_tasks.hpp"
 
 namespace sluice::gpu {
 

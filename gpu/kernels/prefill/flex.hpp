@@ -6,7 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "sluice/step/prefill_verbs.hpp"
+#include "sluice/step/prefill_choice.hpp"
+#include "sluice/step/prefill_tasks.hpp"
 
 /// Choices of blocks, FlexPrefill's and others', as a chain of kernels. Only what they hand on lies in memory; no
 /// [rows, keys] matrix does, and no sum depends on the order in which threads run.

@@ -6,6 +6,7 @@
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/prefill/flex.hpp"
 #include "gpu/kernels/prefill/flex_largest.cuh"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::gpu {
 namespace {

@@ -2,6 +2,7 @@
 
 #include "gpu/kernels/prefill/flex.hpp"
 #include "gpu/kernels/prefill/flex_block.cuh"
+#include "sluice/step/prefill_choice.hpp"
 
 /// What the verdicts on heads have in common: blocks with the largest sums, and StreamingLLM's.
 namespace sluice::gpu::detail {

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "gpu/tuning.hpp"
-#include "sluice/step/prefill_verbs.hpp"
+#include "sluice/step/prefill_tasks.hpp"
 
 namespace sluice::gpu {
 

@@ -7,7 +7,7 @@
 
 #include "gpu/kernels/task_array.hpp"
 #include "sluice/step/int4.hpp"
-#include "sluice/step/select_verbs.hpp"
+#include "sluice/step/select_tasks.hpp"
 
 namespace sluice::gpu {
 

@@ -8,7 +8,7 @@
 #include "gpu/kernels/elements.cuh"
 #include "gpu/kernels/select/score.hpp"
 
-/// What the kernels that score pages and tokens have in common.
+/// What the kernels that score pages are made of.
 namespace sluice::gpu::scoring {
 
 using detail::kUnit;
@@ -18,7 +18,7 @@ inline constexpr std::uint32_t kThreads = 256;
 /// Thread blocks that share a multiprocessor: 768 threads with 64 bytes of digests each in flight are 48 KiB, what
 /// covers the latency of HBM at its full rate.
 inline constexpr std::uint32_t kBlocksPerSm = 3;
-/// Pages (tokens) of one thread block at most, so that 32 heads fit into 48 KiB of shared memory.
+/// Pages of one thread block at most, so that 32 heads fit into 48 KiB of shared memory.
 template <std::uint32_t kHeadDim>
 inline constexpr std::uint32_t kMaxSlice = kHeadDim <= 128 ? 192 : 96;
 
@@ -35,7 +35,7 @@ struct Tiling {
 struct Staged {
   float* q;             ///< [group, head_dim], see stage_queries
   float* out;           ///< scores
-  std::uint32_t* rows;  ///< [slice]: frames or rows
+  std::uint32_t* rows;  ///< [slice]: frames
 
   __device__ Staged(float* memory, std::uint32_t group, std::uint32_t head_dim, std::uint32_t slice)
       : q(memory), out(memory + group * head_dim), rows(reinterpret_cast<std::uint32_t*>(out + group * slice)) {}
@@ -47,11 +47,11 @@ struct Staged {
 /// Of every lane's eight elements first the first halves, then the second halves: so that lanes read 16 bytes next to
 /// each other's.
 template <std::uint32_t kHeadDim>
-__device__ void stage_queries(const float* q, std::uint32_t group, float scale, float* staged) {
+__device__ void stage_queries(const float* q, std::uint32_t group, float* staged) {
   for (std::uint32_t i = threadIdx.x; i < group * kHeadDim; i += kThreads) {
     const std::uint32_t c = i % kHeadDim;
     const std::uint32_t place = (c % kUnit) / 4 * (kHeadDim / 2) + c / kUnit * 4 + c % 4;
-    staged[i - c + place] = q[i] * scale;
+    staged[i - c + place] = q[i];
   }
 }
 

@@ -5,26 +5,16 @@
 #include <cstdint>
 
 #include "gpu/kernels/task_array.hpp"
-#include "sluice/step/select_verbs.hpp"
+#include "sluice/step/select_tasks.hpp"
 
 namespace sluice::gpu {
 
 /// A head_dim of KernelHeadDims, bf16 or f16, up to 32 query heads in the group.
 struct ScoreShape {
-  DType dtype = DType::bf16;  ///< of digests or keys
+  DType dtype = DType::bf16;  ///< of digests
   std::uint32_t group = 0;
   std::uint32_t head_dim = 0;
-  float scale = 0.f;  ///< of tokens: AttentionShape::score_scale
   std::uint32_t multiprocessors = 0;
-};
-
-/// A ScoreTokensTask as the kernel wants it.
-struct TokenRows {
-  const float* q = nullptr;
-  const std::byte* base = nullptr;
-  const std::uint32_t* rows = nullptr;  ///< [count], device-readable: K rows, counted in rows from `base`
-  float* out = nullptr;                 ///< [count, group]
-  std::uint32_t count = 0;
 };
 
 /// One launch for all tasks.
@@ -32,10 +22,7 @@ void launch_score_pages(const TaskArray<ScorePagesTask>& tasks, const ScoreShape
 /// The same for `count` tasks that the device has described, none of more than `longest` pages.
 void launch_score_pages(const ScorePagesTask* tasks, std::uint32_t count, std::uint32_t longest,
                         const ScoreShape& shape, cudaStream_t stream);
-void launch_score_tokens(const TaskArray<TokenRows>& tasks, const ScoreShape& shape, cudaStream_t stream);
 
-/// Both kernels.
 void load_score_kernels();
-void load_score_tokens_kernels();
 
 }  // namespace sluice::gpu

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const std::uint32_t count = min(slice, task.pages - begin);
   const Staged staged(reinterpret_cast<float*>(memory), group, kHeadDim, slice);
   for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) staged.rows[i] = task.frames[begin + i];
-  stage_queries<kHeadDim>(task.q, group, 1.f, staged.q);
+  stage_queries<kHeadDim>(task.q, group, staged.q);
   __syncthreads();
 
   const std::uint32_t lane = threadIdx.x % Tile::kLanes;
@@ -145,7 +145,6 @@ void load_score_kernels() {
       });
     });
   }
-  load_score_tokens_kernels();
 }
 
 }  // namespace sluice::gpu

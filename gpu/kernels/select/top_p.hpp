@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/task_array.hpp"
-#include "sluice/step/select_verbs.hpp"
+#include "sluice/step/select_tasks.hpp"
 
 namespace sluice::gpu {
 

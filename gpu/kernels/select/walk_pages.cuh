@@ -6,6 +6,7 @@
 #include "gpu/kernels/select/choose_pages.hpp"
 #include "gpu/kernels/select/power_sum.cuh"
 #include "gpu/kernels/select/sorted_run.cuh"
+#include "sluice/page_rules.hpp"
 #include "sluice/step/order_key.hpp"
 
 /// How far a KV head goes down the order of its pages, see choose_pages.cu. Masses are logarithms to base 2.

@@ -3,8 +3,8 @@
 #include <cstdint>
 
 #include "sluice/bucket.hpp"
-#include "sluice/progress.hpp"
 #include "sluice/step/curve_fit.hpp"
+#include "sluice/step/progress.hpp"
 #include "sluice/step/sample.hpp"
 #include "sluice/units.hpp"
 

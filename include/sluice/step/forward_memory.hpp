@@ -3,13 +3,15 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "sluice/handover.hpp"
-#include "sluice/page.hpp"
+#include "sluice/device.hpp"
+#include "sluice/page_rules.hpp"
 #include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/step/fetch_share.hpp"
 #include "sluice/step/forward.hpp"
 #include "sluice/step/int4.hpp"
+#include "sluice/step/page.hpp"
+#include "sluice/step/prefill_choice.hpp"
 #include "sluice/step/sample.hpp"
 #include "sluice/trace.hpp"
 

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "sluice/step/forward_memory.hpp"
-#include "sluice/step/select_verbs.hpp"
+#include "sluice/step/select_tasks.hpp"
 
 /// What a row that chooses asks of the verbs of a Backend, the same on every device. `list` is row * kv_heads + KV
 /// head, `plane` that head's of the layer.

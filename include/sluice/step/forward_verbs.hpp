@@ -7,6 +7,7 @@
 #include "sluice/error.hpp"
 #include "sluice/run_clock.hpp"
 #include "sluice/step/forward_memory.hpp"
+#include "sluice/step/prefill_choice.hpp"
 #include "sluice/tensor.hpp"
 
 namespace sluice {
@@ -21,6 +22,12 @@ struct ForwardLayer {
   MutableTensorView out;   ///< without rows where tokens are only brought in
   float* lse = nullptr;    ///< [rows, q_heads] natural log of the sum of exponentials; may be null
   void* stream = nullptr;  ///< the caller's: a cudaStream_t; a Stream* of a host device, or null: now
+};
+
+/// A page of a plane in host memory, the first `rows` of whose tokens are there.
+struct FarPage {
+  std::uint32_t block = 0;
+  std::uint32_t rows = 0;
 };
 
 /// What a device does beside the forwards of one ForwardMemory, which it leaves alone once this is destroyed.
@@ -50,6 +57,8 @@ class ForwardVerbs {
     (void)shape;
     return true;
   }
+  /// What choosing blocks of prompts costs here, for the choice between dense and sparse prefill.
+  [[nodiscard]] virtual PrefillCosts prefill_costs() const noexcept = 0;
   /// Device memory that the verbs want for themselves, zero-filled at first, for every bucket up to the largest.
   [[nodiscard]] virtual std::uint64_t scratch_bytes(const ForwardMemory& memory) const = 0;
 
@@ -69,13 +78,17 @@ class ForwardVerbs {
   /// K-means over tokens that forwards before this one have appended, in all layers that `clusters_in` names, as
   /// ClusterTask has it, with the first token's position as the seed. Not captured, and no part of a forward.
   virtual void cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) = 0;
+  /// Of pages of a plane that no forward has written: their copies in codes, made with the mean key `mean` ([head_dim]
+  /// float32; null: 0), and of full ones the digest, if the memory has digests. `pages` and `mean` are in pinned
+  /// memory, and stay as they are until the stream has passed this. Not captured, and no part of a forward.
+  virtual void derive(const ForwardMemory& memory, std::uint32_t plane, std::span<const FarPage> pages,
+                      const float* mean, void* stream) = 0;
   /// Begins the forward that was planned last, unless it has begun before.
   virtual void begin(const ForwardMemory& memory, void* stream) = 0;
   /// New keys and values go to their far page, its copy in codes, and its near page if there is one; a sequence's first
   /// token behind its first page makes its mean key, and the page's copy again. Queries of rows that choose to both
   /// sides, rehearsed ones to the host, and those of tokens with a tail there. Pages that become full
-  /// get their digest and the mean of their values. Outputs, if there are any, of padding become 0, and all of them NaN
-  /// if the forward does not run.
+  /// get their digest. Outputs, if there are any, of padding become 0, and all of them NaN if the forward does not run.
   virtual void append(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Causal attention of the chunks' rows to all tokens up to their own; or to those in the blocks that FlexPrefill
   /// chooses for them, as SelectBlocksTask has it, where they are sparse.

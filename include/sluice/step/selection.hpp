@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "sluice/page.hpp"
+#include "sluice/step/page.hpp"
 
 namespace sluice {
 

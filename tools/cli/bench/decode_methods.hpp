@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "sluice/placement.hpp"
+#include "sluice/engine_options.hpp"
 #include "sluice/policy.hpp"
 
 namespace sluice::tools {

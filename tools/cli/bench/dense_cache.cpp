@@ -4,13 +4,13 @@
 #include <chrono>
 #include <numeric>
 
-#include "sluice/step/backend.hpp"
 #include "sluice/units.hpp"
+#include "tools/cli/bench/backend_of.hpp"
 
 namespace sluice::tools {
 namespace {
 
-/// The embedded host device reads tasks when their turn comes.
+/// On the embedded host device stages are computed at once: what they read has to be there.
 void settle(Stream& stream) {
   if (stream.native_handle() == nullptr) stream.synchronize(deadline_after(std::chrono::minutes(2)));
 }
@@ -22,7 +22,7 @@ DenseCache::DenseCache(const AttentionShape& shape, std::uint32_t tokens, std::u
       layout_{.page_tokens = kPageTokens, .head_dim = shape.head_dim, .dtype = DType::bf16},
       pages_(static_cast<std::uint32_t>(div_up(tokens, kPageTokens))),
       sequences_(sequences),
-      device_(device),
+      backend_(backend_of(device)),
       tokens_(std::size_t{sequences} * shape.layers),
       frames_(std::size_t{shape.kv_heads} * pages_),
       runs_(sequences) {
@@ -66,21 +66,21 @@ void DenseCache::append(std::uint32_t sequence, LayerId layer, const TensorView&
                         Stream& stream) {
   std::vector<AppendTask> tasks;
   place(sequence, layer, k, v, 0, k.tokens, tasks);
-  device_.backend().append(tasks, layout_, &stream);
   settle(stream);
+  backend_->append(tasks, layout_, &stream);
 }
 
 void DenseCache::attend(const AttentionCall& call, Stream& stream) {
   std::vector<AppendTask> appends;
   for (std::uint32_t i = 0; i < sequences_; ++i) place(i, call.layer, call.k, call.v, i, 1, appends);
-  CoreVerbs& backend = device_.backend();
-  backend.append(appends, layout_, &stream);
+  settle(stream);
+  backend_->append(appends, layout_, &stream);
   const std::uint32_t d = shape_.head_dim;
   const std::size_t all_heads = std::size_t{sequences_} * shape_.q_heads;
   float* const q = reinterpret_cast<float*>(floats_->data());
   float* const out = q + all_heads * d;
   float* const lse = out + all_heads * d;
-  backend.to_f32(call.q, q, &stream);
+  backend_->to_f32(call.q, q, &stream);
   const std::size_t count = std::size_t{sequences_} * shape_.kv_heads;
   std::vector<AttendTask> tasks(count);
   std::vector<Partial> parts(count);
@@ -105,9 +105,8 @@ void DenseCache::attend(const AttentionCall& call, Stream& stream) {
       merges[at] = {.parts = {&parts[at], 1}, .out = call.out.row(i, head * shape_.group()), .lse = nullptr};
     }
   }
-  backend.attend(tasks, shape_, &stream);
-  backend.merge(merges, shape_, call.out.dtype, &stream);
-  settle(stream);
+  backend_->attend(tasks, shape_, &stream);
+  backend_->merge(merges, shape_, call.out.dtype, &stream);
 }
 
 }  // namespace sluice::tools

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "sluice/device.hpp"
-#include "sluice/step/core_verbs.hpp"
+#include "sluice/step/backend.hpp"
 #include "tools/llama/model.hpp"
 
 namespace sluice::tools {
@@ -36,7 +36,7 @@ class DenseCache {
   PageLayout layout_;
   std::uint32_t pages_;  ///< of a sequence, layer and KV head
   std::uint32_t sequences_;
-  Device& device_;
+  std::shared_ptr<Backend> backend_;
   std::vector<std::unique_ptr<Buffer>> layers_;  ///< [sequences, kv_heads, pages]
   std::unique_ptr<Buffer> floats_;               ///< q, out, lse of all
   std::vector<std::uint32_t> tokens_;            ///< [sequences, layers]

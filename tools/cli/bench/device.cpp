@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "sluice/error.hpp"
-#include "sluice/step/backend.hpp"
 #include "sluice/units.hpp"
+#include "tools/cli/bench/backend_of.hpp"
 #include "tools/cli/bench/device_copies.hpp"
 #include "tools/cli/text/interrupt.hpp"
 
@@ -75,6 +75,7 @@ struct DenseOnDevice::Impl {
   std::uint32_t head_pages;  ///< pages per KV head
   const DeviceSteps& steps;
   Device& device;
+  std::shared_ptr<Backend> backend;
   std::unique_ptr<Stream> stream;
   std::vector<std::uint32_t> lengths;           ///< of the sequences
   std::vector<std::unique_ptr<Buffer>> copies;  ///< [copies] pages [kv_heads, pages]
@@ -111,7 +112,7 @@ struct DenseOnDevice::Impl {
                     .lse = floats + std::size_t{shape.q_heads} * shape.head_dim + q_head};
       }
     }
-    device.backend().attend(tasks, shape, stream.get());
+    backend->attend(tasks, shape, stream.get());
   }
 };
 
@@ -122,6 +123,7 @@ DenseOnDevice::DenseOnDevice(const SyntheticLayer& layer, const DeviceSteps& ste
                      .head_pages = 0,
                      .steps = steps,
                      .device = device,
+                     .backend = backend_of(device),
                      .stream = device.create_stream("dense"),
                      .lengths = std::move(lengths),
                      .copies = {},

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "cpu/device/host_device.hpp"
-#include "sluice/step/backend.hpp"
+#include "tools/cli/bench/backend_of.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/device_copies.hpp"
 
@@ -59,6 +59,7 @@ class KernelBench {
   void gather(bool to_device);
 
   std::shared_ptr<Device> device_;
+  std::shared_ptr<Backend> backend_;
   AttentionShape shape_;
   PageLayout layout_;
   std::vector<std::unique_ptr<Buffer>> memory_;  ///< of the case that is measured
@@ -76,6 +77,7 @@ class KernelBench {
 
 KernelBench::KernelBench(std::shared_ptr<Device> device, const AttentionShape& shape, std::uint32_t page_tokens)
     : device_(std::move(device)),
+      backend_(backend_of(*device_)),
       shape_(shape),
       layout_{.page_tokens = page_tokens, .head_dim = shape.head_dim, .dtype = DType::bf16},
       stream_(device_->create_stream("kernels")),
@@ -190,7 +192,7 @@ void KernelBench::score_pages() {
     }
   }
   const CallTime took = time(kCalls, [&](std::uint32_t call) {
-    device_->backend().score_pages(layers[call % kCalls], shape_, DType::bf16, stream_.get());
+    backend_->score_pages(layers[call % kCalls], shape_, DType::bf16, stream_.get());
   });
   add("score_pages", std::to_string(shape_.kv_heads) + " heads x " + std::to_string(kPages) + " pages", Floor::device,
       head_bytes * shape_.kv_heads + scores * sizeof(float), took);
@@ -204,7 +206,7 @@ void KernelBench::top_k() {
     for (std::uint32_t row = 0; row < shape_.q_heads; ++row) {
       tasks.push_back({.values = values.subspan(std::size_t{row} * kPages, kPages), .k = k, .out = out + row * k});
     }
-    const CallTime took = time(kCalls, [&](std::uint32_t) { device_->backend().top_k(tasks, stream_.get()); });
+    const CallTime took = time(kCalls, [&](std::uint32_t) { backend_->top_k(tasks, stream_.get()); });
     add("top_k", std::to_string(shape_.q_heads) + " rows of " + std::to_string(kPages) + ", k " + std::to_string(k),
         Floor::device, values.size_bytes(), took);
   }
@@ -232,8 +234,8 @@ void KernelBench::append(std::uint32_t tokens, const std::string& work) {
                        .count = std::min(layout_.page_tokens, tokens - first)});
     }
   }
-  const CallTime took = time(
-      kCalls, [&](std::uint32_t call) { device_->backend().append(chunks[call % kCalls], layout_, stream_.get()); });
+  const CallTime took =
+      time(kCalls, [&](std::uint32_t call) { backend_->append(chunks[call % kCalls], layout_, stream_.get()); });
   add("append", work, Floor::device, 2 * 2 * bytes, took);
 }
 
@@ -258,7 +260,7 @@ void KernelBench::merge() {
                      .out = out.data() + std::size_t{head} * shape_.group() * row * sizeof(std::uint16_t)});
   }
   const CallTime took =
-      time(kCalls, [&](std::uint32_t) { device_->backend().merge(tasks, shape_, DType::bf16, stream_.get()); });
+      time(kCalls, [&](std::uint32_t) { backend_->merge(tasks, shape_, DType::bf16, stream_.get()); });
   add("merge", std::to_string(shape_.q_heads) + " rows, one part near, one in host memory", Floor::link,
       far.size_bytes(), took);
 }

@@ -6,8 +6,8 @@
 
 #include "sluice/audit.hpp"
 #include "sluice/engine.hpp"
-#include "sluice/page.hpp"
-#include "sluice/placement.hpp"
+#include "sluice/engine_options.hpp"
+#include "sluice/step/page.hpp"
 #include "tools/cli/text/report.hpp"
 
 namespace sluice::tools {

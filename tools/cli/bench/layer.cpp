@@ -25,7 +25,7 @@ Partial partial_of(StepOutput& output, const AttentionShape& shape, std::size_t 
   return {.out = output.out.data() + row * shape.head_dim, .lse = output.lse.data() + row};
 }
 
-/// Reads one KV head through the backend and counts the time that scoring takes.
+/// Reads one KV head and counts the time that scoring takes.
 class PageReader final : public runtime::HostKv {
  public:
   using HostKv::HostKv;
@@ -61,7 +61,7 @@ void DenseLayer::attend(std::uint32_t step, StepOutput& output) {
 }
 
 struct PolicyLayer::Head {
-  Head(const KvView& view, const AttentionShape& shape, cpu::Backend& backend) : reader(backend, shape, view) {}
+  Head(const KvView& view, const AttentionShape& shape) : reader(shape, view) {}
   PageReader reader;
   Bypass bypass;
   scheduler::SelectCounters counters;
@@ -85,7 +85,7 @@ PolicyLayer::PolicyLayer(const PolicySpec& spec, LayerBatch batch, cpu::Backend&
   for (const SyntheticLayer* each : batch_) {
     policies_.push_back(scheduler::make_layer_policy(spec, shape_, each->options().layout.page_tokens, LayerId{0}));
     for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {
-      heads_.push_back(std::make_unique<Head>(each->view(head), shape_, backend));
+      heads_.push_back(std::make_unique<Head>(each->view(head), shape_));
     }
   }
 }

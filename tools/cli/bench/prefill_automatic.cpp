@@ -1,6 +1,7 @@
 #include "tools/cli/bench/prefill_automatic.hpp"
 
 #include "scheduler/prefill_auto.hpp"
+#include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::tools {
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "sluice/step/prefill_choice.hpp"
 #include "tools/cli/bench/prefill_layer.hpp"
 
 namespace sluice::tools {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <chrono>
 
-#include "sluice/step/backend.hpp"
+#include "tools/cli/bench/backend_of.hpp"
 #include "tools/cli/text/report.hpp"
 
 namespace sluice::tools {
@@ -15,7 +15,10 @@ constexpr std::chrono::minutes kPatience{10};
 
 PrefillBatch::PrefillBatch(const std::vector<std::unique_ptr<PrefillLayer>>& layers, std::uint32_t chunk_tokens,
                            Device& device, Stream& stream)
-    : device_(device), stream_(stream), shape_(layers.front()->options().shape), strides_(layers.front()->strides()) {
+    : backend_(backend_of(device)),
+      stream_(stream),
+      shape_(layers.front()->options().shape),
+      strides_(layers.front()->strides()) {
   for (const auto& layer : layers) {
     prompts_.push_back(std::make_unique<PrefillPass>(*layer, chunk_tokens, device, stream));
   }
@@ -40,13 +43,13 @@ void PrefillBatch::choose_everywhere() {
 }
 
 void PrefillBatch::choose(const PrefillSpec& spec) {
-  for (const Call& call : calls_) device_.backend().select_blocks(call.choice, spec, strides_, shape_, &stream_);
+  for (const Call& call : calls_) backend_->select_blocks(call.choice, spec, strides_, shape_, &stream_);
 }
 
 void PrefillBatch::attend() {
   for (const Call& call : calls_) {
-    device_.backend().prefill(call.dense, strides_, shape_, &stream_);
-    device_.backend().prefill(call.chosen, strides_, shape_, &stream_);
+    backend_->prefill(call.dense, strides_, shape_, &stream_);
+    backend_->prefill(call.chosen, strides_, shape_, &stream_);
   }
 }
 

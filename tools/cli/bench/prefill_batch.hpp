@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "sluice/step/backend.hpp"
 #include "tools/cli/bench/prefill_layer.hpp"
 
 namespace sluice::tools {
@@ -40,7 +41,7 @@ class PrefillBatch {
   /// Collects the tasks of what is planned, which the verbs read when the stream gets to them.
   void plan_calls();
 
-  Device& device_;
+  std::shared_ptr<Backend> backend_;
   Stream& stream_;
   AttentionShape shape_;
   PrefillShape strides_;

@@ -6,9 +6,10 @@
 
 #include "cpu/device/host_device.hpp"
 #include "scheduler/prefill_auto.hpp"
+#include "sluice/audit.hpp"
 #include "sluice/error.hpp"
-#include "sluice/share_histogram.hpp"
-#include "sluice/step/backend.hpp"
+#include "sluice/step/prefill_choice.hpp"
+#include "tools/cli/bench/backend_of.hpp"
 #include "tools/cli/bench/batch_rows.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/prefill_automatic.hpp"
@@ -156,7 +157,7 @@ void PrefillBench::run(PromptStructure structure, std::uint32_t length, std::uin
          .structure = structure,
          .seed = options_.seed + wanted.size()});
   }
-  for (const std::string& reason : device_->backend().unsupported_reasons(options_.shape, wanted.front().layout)) {
+  for (const std::string& reason : backend_of(*device_)->unsupported_reasons(options_.shape, wanted.front().layout)) {
     throw Error(Errc::unsupported, "bench prefill: " + reason);
   }
   const PrefillPages pages(wanted, *device_);
@@ -207,8 +208,8 @@ std::vector<Json> PrefillBench::automatic(const PrefillBatch& batch, const std::
                                           const std::vector<Json>& chosen) const {
   double all = 0.0, by_choice = 0.0, blocks = 0.0, attended = 0.0;
   for (const auto& prompt : batch.prompts()) {
-    const std::vector<double> shares =
-        automatic_shares(*prompt, options_.shape.q_heads, options_.shape.layers, device_->backend().prefill_costs());
+    const std::vector<double> shares = automatic_shares(*prompt, options_.shape.q_heads, options_.shape.layers,
+                                                        device_->forward_verbs()->prefill_costs());
     for (std::size_t c = 0; c < shares.size(); ++c) {
       const scheduler::ChunkWork work{.first = prompt->first(c), .count = prompt->keys(c) - prompt->first(c)};
       all += work.pairs();

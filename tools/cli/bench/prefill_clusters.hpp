@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "sluice/policy.hpp"
-#include "sluice/step/select_verbs.hpp"
+#include "sluice/step/select_tasks.hpp"
 #include "tools/cli/bench/prefill_layer.hpp"
 
 namespace sluice::tools {
@@ -33,6 +33,7 @@ class PrefillClusters {
 
   const std::vector<std::unique_ptr<PrefillLayer>>& layers_;
   Device& device_;
+  std::shared_ptr<Backend> backend_;
   Stream& stream_;
   std::uint32_t most_ = 0;
   std::vector<ClusterTask> tasks_;  ///< [layers, kv_heads]

@@ -8,7 +8,8 @@
 
 #include "cpu/threads/workers.hpp"
 #include "sluice/device.hpp"
-#include "sluice/step/prefill_verbs.hpp"
+#include "sluice/step/prefill_choice.hpp"
+#include "sluice/step/prefill_tasks.hpp"
 #include "tools/cli/synthetic/prompt_pattern.hpp"
 
 namespace sluice::tools {

@@ -8,7 +8,6 @@
 #include <cstdio>
 
 #include "gpu/device/cuda_error.hpp"
-#include "gpu/transfer/calibrate.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/link/transfer_profile.hpp"
 #include "tools/cli/text/values.hpp"
@@ -40,7 +39,7 @@ std::uint32_t node_of(const LinkOptions& options, const cpu::Topology& topology,
 std::shared_ptr<const TransferProfile> profile_of(const LinkOptions& options, double& calibration_s) {
   gpu::CudaDevice device(CudaDeviceOptions{.ordinal = options.device});
   const Clock::time_point begin = Clock::now();
-  const auto profile = options.profile.empty() ? std::make_shared<const TransferProfile>(gpu::calibrate(device))
+  const auto profile = options.profile.empty() ? std::make_shared<const TransferProfile>(calibrate_transfers(device))
                                                : load_transfer_profile(options.profile);
   if (options.profile.empty()) calibration_s = std::chrono::duration<double>(Clock::now() - begin).count();
   if (!options.save_profile.empty())

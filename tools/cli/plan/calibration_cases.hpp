@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "sluice/placement.hpp"
+#include "sluice/engine_options.hpp"
 #include "tools/cli/plan/machine.hpp"
 
 namespace sluice::tools {

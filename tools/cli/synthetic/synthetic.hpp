@@ -11,8 +11,8 @@
 #include "cpu/machine/host_pool.hpp"
 #include "cpu/machine/topology.hpp"
 #include "cpu/threads/workers.hpp"
-#include "sluice/page.hpp"
 #include "sluice/shape.hpp"
+#include "sluice/step/page.hpp"
 
 namespace sluice::tools {
 

@@ -6,10 +6,9 @@
 
 #include <fstream>
 
-#include "cpu/backend/backend.hpp"
+#include "cpu/kernels/kernels.hpp"
 #include "cpu/machine/limits.hpp"
 #include "cpu/machine/topology.hpp"
-#include "cpu/threads/workers.hpp"
 #include "sluice/cuda.hpp"
 #include "sluice/error.hpp"
 #include "sluice/units.hpp"
@@ -72,8 +71,7 @@ Json host_facts() {
     facts["cores"] = topology.cores();
     facts["numa_nodes"] = topology.numa_nodes();
     facts["topology"] = topology.summary();
-    const cpu::Workers workers(topology, {.threads = 1, .pin = false});
-    facts["isa"] = cpu::Backend(workers).isa();
+    facts["isa"] = cpu::fastest_kernels().name;
   } catch (const Error&) {
     // A report without a machine map is still a report; `doctor` is where the reason is told.
   }

@@ -1,6 +1,8 @@
 // K-means over the keys of a KV head. What costs is the search for the nearest centroid, a product of all keys with all
 // centroids, of which only a block exists at a time.
 
+#include "cpu/stages/k_means.hpp"
+
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -8,8 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/backend/backend.hpp"
-#include "cpu/backend/verbs.hpp"
+#include "cpu/stages/rows.hpp"
 #include "cpu/threads/lent.hpp"
 #include "sluice/error.hpp"
 #include "sluice/step/permutation.hpp"
@@ -30,10 +31,10 @@ bool is_finite(const float* row, std::uint32_t count) noexcept {
   return bad == 0;
 }
 
-/// One task. Lent, for its bodies refer to it.
+/// One task. Where workers share it it is Lent, for its bodies refer to it.
 class KMeans {
  public:
-  KMeans(const Workers& workers, const Kernels& kernels, const ClusterTask& task)
+  KMeans(const Workers* workers, const Kernels& kernels, const ClusterTask& task)
       : workers_(workers),
         kernels_(kernels),
         task_(task),
@@ -53,13 +54,19 @@ class KMeans {
       tile_centroids();
       if (!assign()) break;
       list_members();
-      workers_.parallel_for(static_cast<std::uint32_t>(div_up(task_.clusters, kBlockClusters)),
-                            [this](std::uint32_t block) { move_centroids(block * kBlockClusters); });
+      for_each(static_cast<std::uint32_t>(div_up(task_.clusters, kBlockClusters)),
+               [this](std::uint32_t block) { move_centroids(block * kBlockClusters); });
     }
     write_lists();
   }
 
  private:
+  template <class Body>
+  void for_each(std::uint32_t count, const Body& body) const {
+    if (workers_ != nullptr) return workers_->parallel_for(count, body);
+    for (std::uint32_t i = 0; i < count; ++i) body(i);
+  }
+
   /// A key that is not finite is NaN in all its elements.
   void read_key(std::uint32_t index, float* out) const {
     const std::size_t token = std::size_t{task_.first} + index;
@@ -69,7 +76,7 @@ class KMeans {
   }
 
   void tile_centroids() {
-    workers_.parallel_for(tiles_, [this](std::uint32_t tile) {
+    for_each(tiles_, [this](std::uint32_t tile) {
       const std::uint32_t first = tile * kCentroidTile;
       for (std::uint32_t i = first; i < std::min(first + kCentroidTile, task_.clusters); ++i) {
         const float* const centroid = task_.centroids + std::size_t{i} * dim_;
@@ -87,11 +94,10 @@ class KMeans {
   /// Whether any key changed hands.
   bool assign() {
     changed_.store(false, std::memory_order_relaxed);
-    workers_.parallel_for(static_cast<std::uint32_t>(div_up(task_.count, kBlockKeys)), [this](std::uint32_t block) {
-      thread_local Scratch scratch;
+    for_each(static_cast<std::uint32_t>(div_up(task_.count, kBlockKeys)), [this](std::uint32_t block) {
+      alignas(64) float keys[kBlockKeys * (kMaxHeadDim + kCentroidTile + 1)];
       const std::uint32_t first = block * kBlockKeys;
       const std::uint32_t rows = std::min(kBlockKeys, task_.count - first);
-      float* const keys = scratch.floats(std::uint64_t{kBlockKeys} * (dim_ + kCentroidTile + 1));
       for (std::uint32_t r = 0; r < rows; ++r) read_key(first + r, keys + std::size_t{r} * dim_);
       std::uint32_t found[kBlockKeys];
       kernels_.nearest({.keys = keys,
@@ -147,7 +153,7 @@ class KMeans {
     }
   }
 
-  const Workers& workers_;
+  const Workers* workers_;  ///< null: the calling thread alone
   const Kernels& kernels_;
   ClusterTask task_;
   std::uint32_t dim_;
@@ -160,7 +166,9 @@ class KMeans {
   std::atomic<bool> changed_{false};
 };
 
-void check_counts(const ClusterTask& task) {
+}  // namespace
+
+void check_clusters(const ClusterTask& task) {
   if (task.count == 0 || (task.clusters != 0 && task.clusters <= task.count && task.iterations != 0)) return;
   throw Error(Errc::invalid_argument,
               "cluster: " + std::to_string(task.clusters) + " clusters of " + std::to_string(task.count) + " keys in " +
@@ -168,18 +176,14 @@ void check_counts(const ClusterTask& task) {
                   " iterations; ask for 1 to as many as there are keys, and 1 iteration or more");
 }
 
-}  // namespace
-
-void Backend::cluster(std::span<const ClusterTask> tasks, Stream*) {
-  for (const ClusterTask& task : tasks) {
-    check("cluster", task.kv.layout);
-    check_counts(task);
-  }
-  for (const ClusterTask& task : tasks) {
-    if (task.count != 0) Lent<KMeans>(workers_, workers_, kernels_, task)->run();
-  }
+void k_means(const Kernels& kernels, const ClusterTask& task) {
+  check_clusters(task);
+  if (task.count != 0) KMeans(nullptr, kernels, task).run();
 }
 
-std::uint64_t Backend::cluster_scratch_bytes(const ClusterTask&) const { return 0; }
+void k_means(const Kernels& kernels, const ClusterTask& task, const Workers& workers) {
+  check_clusters(task);
+  if (task.count != 0) Lent<KMeans>(workers, &workers, kernels, task)->run();
+}
 
 }  // namespace sluice::cpu

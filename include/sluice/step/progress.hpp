@@ -4,18 +4,10 @@
 #include <cstdint>
 #include <limits>
 
-#include "sluice/partial.hpp"
+#include "sluice/page_rules.hpp"
+#include "sluice/step/partial.hpp"
 
 namespace sluice {
-
-/// What `progressive` takes for the mass of a page that it has not seen yet. The paper's minimum is safe only if pages
-/// come in their true order, which no digest guarantees.
-enum class ProgressRule : std::uint8_t {
-  least,      ///< the least that any page had so far (the paper's)
-  mean,       ///< the mean of the last microbatch
-  median,     ///< the median of the last microbatch; of two in the middle the larger
-  certified,  ///< the least, and no more than a bound of what is left may pass 1 - mass: page_tokens * exp(box bound)
-};
 
 /// One query head of a progressive attention (PSA, arXiv 2503.00392, algorithm 1). Masses are sums of exponentials of
 /// scaled scores, kept as natural logarithms: nothing overflows, and what weighs next to nothing still weighs

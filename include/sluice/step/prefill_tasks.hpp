@@ -5,15 +5,14 @@
 #include <span>
 
 #include "sluice/error.hpp"
-#include "sluice/page.hpp"
 #include "sluice/prefill.hpp"
 #include "sluice/shape.hpp"
+#include "sluice/step/page.hpp"
+#include "sluice/step/prefill_choice.hpp"
 #include "sluice/tensor.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice {
-
-class Stream;
 
 /// Strides in elements, shared by the queries and by the outputs of a prefill. A choice of blocks has no outputs.
 struct PrefillShape {
@@ -59,27 +58,7 @@ struct SelectBlocksTask {
   std::uint32_t count = 0;            ///< 0: nothing is written
   std::uint32_t* blocks = nullptr;    ///< as in PrefillTask; receives the choice
   PrefillChoice* choices = nullptr;   ///< [group] receives what it came from; memory that the kernels write
-  std::byte* scratch = nullptr;       ///< PrefillVerbs::select_blocks_scratch_bytes, 256-byte aligned
-};
-
-/// Attention of prompts, by all keys or by a choice of blocks. What all verbs have in common is said at
-/// Backend.
-class PrefillVerbs {
- public:
-  virtual ~PrefillVerbs() = default;
-
-  virtual void prefill(std::span<const PrefillTask> tasks, const PrefillShape& strides, const AttentionShape& shape,
-                       Stream* stream) = 0;
-  /// Chooses as `spec.mode` says; automatic is flexprefill.
-  /// @throws Error{Errc::invalid_argument} for PrefillMode::full, which chooses nothing
-  virtual void select_blocks(std::span<const SelectBlocksTask> tasks, const PrefillSpec& spec,
-                             const PrefillShape& strides, const AttentionShape& shape, Stream* stream) = 0;
-  /// Device memory that `select_blocks` needs for such a task; 0 if `scratch` is not used. No two
-  /// tasks that may run at once share it, those of one call included.
-  [[nodiscard]] virtual std::uint64_t select_blocks_scratch_bytes(std::uint32_t first, std::uint32_t count,
-                                                                  const AttentionShape& shape) const = 0;
-  /// What choosing blocks costs on this backend, for the choice between dense and sparse prefill.
-  [[nodiscard]] virtual PrefillCosts prefill_costs() const noexcept = 0;
+  std::byte* scratch = nullptr;       ///< Backend::select_blocks_scratch_bytes, 256-byte aligned
 };
 
 }  // namespace sluice

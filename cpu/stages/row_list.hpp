@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <span>
 
-#include "sluice/page.hpp"
+#include "sluice/step/page.hpp"
 
 namespace sluice::cpu {
 

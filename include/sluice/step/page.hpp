@@ -34,12 +34,6 @@ struct PageLayout {
   friend constexpr bool operator==(const PageLayout&, const PageLayout&) = default;
 };
 
-/// Two vectors that stand for a page's keys in page scoring.
-enum class DigestKind : std::uint8_t {
-  box,          ///< elementwise max and min (Quest): its score bounds every q.k of the page from above
-  cuboid_mean,  ///< centre +- mean absolute deviation (ArkVale eq. 4): sharper, not a bound
-};
-
 /// One (sequence, layer, KV head) as a kernel sees it. Logical page i lies at
 /// `base + frames[i] * layout.page_bytes()`; kNone marks a page that is not in this memory.
 /// `base` is host memory for far views and device memory for near views; `frames` is always host memory.

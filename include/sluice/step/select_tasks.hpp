@@ -6,17 +6,15 @@
 #include <span>
 
 #include "sluice/error.hpp"
-#include "sluice/page.hpp"
-#include "sluice/progress.hpp"
 #include "sluice/shape.hpp"
 #include "sluice/step/curve_fit.hpp"
 #include "sluice/step/int4.hpp"
+#include "sluice/step/page.hpp"
+#include "sluice/step/progress.hpp"
 #include "sluice/step/sample.hpp"
 #include "sluice/units.hpp"
 
 namespace sluice {
-
-class Stream;
 
 /// Digest of one full page, written to `out` [2, head_dim] in the layout's dtype.
 struct DigestTask {
@@ -31,14 +29,6 @@ struct CodesTask {
   std::byte* out = nullptr;
   const float* mean = nullptr;  ///< [head_dim] the mean key, memory that the backend's kernels read; null: 0
   std::uint32_t bits = kCodeBits;  ///< of a code, or kFewCodeBits; the same in all tasks of a call
-};
-
-/// One (sequence, KV head) of a `score_tokens`: out[i, h] = the score of q[h].k[tokens[i]], see AttentionShape.
-struct ScoreTokensTask {
-  const float* q = nullptr;  ///< [group, head_dim]
-  KvView kv;
-  std::span<const std::uint32_t> tokens;  ///< ascending
-  float* out = nullptr;                   ///< [tokens, group]
 };
 
 /// One (sequence, KV head) of a `score_pages`: out[h, p] = sum_c max(q[h,c]*hi[c], q[h,c]*lo[c]), raw (no
@@ -159,7 +149,7 @@ struct ClusterTask {
   /// [clusters + 1] where a cluster's begin there, counted from `first`: so that tokens which are clustered behind
   /// others follow them in one list; may be null
   std::uint32_t* starts = nullptr;
-  std::byte* scratch = nullptr;  ///< SelectVerbs::cluster_scratch_bytes of memory, 256-byte aligned
+  std::byte* scratch = nullptr;  ///< Backend::cluster_scratch_bytes of memory, 256-byte aligned
 };
 
 /// One (sequence, KV head) of a `choose_clusters`: Tactic's choice (arXiv 2502.12216, sections 4.3 to 4.5) for each
@@ -188,7 +178,7 @@ struct ChooseClustersTask {
   std::uint32_t* masks = nullptr;
   std::uint64_t mask_words = 0;
   std::uint32_t* counts = nullptr;  ///< [group] k of each query head; may be null
-  std::byte* scratch = nullptr;     ///< SelectVerbs::choose_clusters_scratch_bytes of memory, 256-byte aligned
+  std::byte* scratch = nullptr;     ///< Backend::choose_clusters_scratch_bytes of memory, 256-byte aligned
 
   /// Tokens whose scores are wanted of a query head: what is attended anyway, then the samples.
   [[nodiscard]] constexpr std::uint32_t anyway() const noexcept { return sinks + (tokens - recent); }
@@ -221,35 +211,6 @@ struct ChoosePagesTask {
   [[nodiscard]] static constexpr std::uint64_t scratch_words(std::uint32_t group, std::uint32_t pages) noexcept {
     return (std::uint64_t{group} + 3) * pages;
   }
-};
-
-/// What the choice of tokens is made of: side data of pages, scores by it, and budgets. What all verbs have in common is
-/// said at Backend.
-class SelectVerbs {
- public:
-  virtual ~SelectVerbs() = default;
-
-  virtual void digest(std::span<const DigestTask> tasks, DigestKind kind, const PageLayout& layout, Stream* stream) = 0;
-  virtual void make_codes(std::span<const CodesTask> tasks, const PageLayout& layout, Stream* stream) = 0;
-  virtual void score_tokens(std::span<const ScoreTokensTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
-  virtual void score_pages(std::span<const ScorePagesTask> tasks, const AttentionShape& shape, DType digest_dtype,
-                           Stream* stream) = 0;
-  virtual void score_int4(std::span<const ScoreInt4Task> tasks, const AttentionShape& shape, const PageLayout& layout,
-                          Stream* stream) = 0;
-  virtual void top_k(std::span<const TopKTask> tasks, Stream* stream) = 0;
-  virtual void top_p(std::span<const TopPTask> tasks, Stream* stream) = 0;
-  /// @throws Error{Errc::invalid_argument} for more clusters than keys, none, or no iteration; nothing was written.
-  virtual void cluster(std::span<const ClusterTask> tasks, Stream* stream) = 0;
-  /// Device memory that `cluster` needs for such a task; 0 if ClusterTask::scratch is not used. No two tasks that may
-  /// run at once share it. The task's pointers are not looked at.
-  [[nodiscard]] virtual std::uint64_t cluster_scratch_bytes(const ClusterTask& task) const = 0;
-  virtual void choose_clusters(std::span<const ChooseClustersTask> tasks, const AttentionShape& shape,
-                               const PageLayout& layout, Stream* stream) = 0;
-  /// Likewise, for `choose_clusters`.
-  [[nodiscard]] virtual std::uint64_t choose_clusters_scratch_bytes(const ChooseClustersTask& task,
-                                                                    const AttentionShape& shape) const = 0;
-  virtual void choose_pages(std::span<const ChoosePagesTask> tasks, const AttentionShape& shape,
-                            const PageLayout& layout, Stream* stream) = 0;
 };
 
 }  // namespace sluice

@@ -4,14 +4,12 @@
 #include <cstdint>
 #include <span>
 
-#include "sluice/page.hpp"
-#include "sluice/partial.hpp"
 #include "sluice/shape.hpp"
+#include "sluice/step/page.hpp"
+#include "sluice/step/partial.hpp"
 #include "sluice/tensor.hpp"
 
 namespace sluice {
-
-class Stream;
 
 /// Writes `count` tokens of one KV head into consecutive rows of one page, converting to the page's dtype.
 struct AppendTask {
@@ -47,23 +45,6 @@ struct MergeTask {
   std::span<const Partial> parts;  ///< at least one, each [group, head_dim] and [group]
   std::byte* out = nullptr;        ///< [group, head_dim] in `out_dtype`, rows dense
   float* lse = nullptr;            ///< [group]; may be null
-};
-
-/// Tokens into pages, attention over chosen ones of them, and partial results into one. What all verbs have in common
-/// is said at Backend.
-class CoreVerbs {
- public:
-  virtual ~CoreVerbs() = default;
-
-  virtual void append(std::span<const AppendTask> tasks, const PageLayout& layout, Stream* stream) = 0;
-  /// All tensors in one launch. The task array is copied; it may go when the call returns.
-  virtual void to_f32(std::span<const ToF32Task> tasks, Stream* stream) = 0;
-  void to_f32(const TensorView& in, float* out, Stream* stream) {
-    const ToF32Task task{.in = in, .out = out};
-    to_f32(std::span(&task, 1), stream);
-  }
-  virtual void attend(std::span<const AttendTask> tasks, const AttentionShape& shape, Stream* stream) = 0;
-  virtual void merge(std::span<const MergeTask> tasks, const AttentionShape& shape, DType out_dtype, Stream* stream) = 0;
 };
 
 }  // namespace sluice

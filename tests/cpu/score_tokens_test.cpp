@@ -1,0 +1,73 @@
+// Scores of any tokens of a KV head, as policies that choose on the CPU ask for them.
+
+#include "cpu/stages/score_tokens.hpp"
+
+#include <algorithm>
+#include <vector>
+
+#include "tests/cpu/backend_cases.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/random.hpp"
+
+namespace sluice::test {
+
+TEST_CASE("token scores are scaled products with the keys", "[cpu][score_tokens]") {
+  const auto [dtype, head_dim, group] =
+      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3},
+                    std::array{64u, 80u, 96u, 128u, 192u, 256u}, std::array{1u, 3u, 4u, 32u}));
+  CAPTURE(to_string(dtype), head_dim, group);
+  const Problem problem({.dtype = dtype, .tokens = 1'501, .head_dim = head_dim, .group = group});
+  const double within = tolerance(problem);
+  for (const cpu::Kernels* kernels : cpu::available_kernels()) {
+    CAPTURE(kernels->name);
+    for (const std::vector<std::uint32_t>& tokens :
+         {std::vector<std::uint32_t>{}, {0}, {1'500}, random_tokens(1'501, 0.05, 3), random_tokens(1'501, 2.0, 1)}) {
+      std::vector<float> out(tokens.size() * group + 1, kNan);
+      cpu::score_tokens(*kernels, {.q = problem.q(), .kv = problem.kv(), .tokens = tokens, .out = out.data()},
+                        problem.shape());
+      REQUIRE(std::isnan(out.back()));
+      out.pop_back();
+      std::vector<double> expected;
+      for (const std::uint32_t token : tokens)
+        for (std::uint32_t head = 0; head < group; ++head) expected.push_back(reference::score(problem, head, token));
+      REQUIRE(max_abs_diff(out, expected) <= within);
+    }
+  }
+}
+
+TEST_CASE("any tokens are estimated as whole pages are", "[cpu][score_tokens][int4]") {
+  cpu::Backend backend(workers(3), cpu::available_kernels().back());
+  const Problem problem({.tokens = 16 * 200, .head_dim = 128, .group = 4});
+  const CodeLayout layout(problem.layout());
+  std::vector<std::byte> copies((2 * problem.frames().size() + 1) * layout.page_bytes());
+  std::vector<CodesTask> tasks;
+  for (std::uint32_t page = 0; page < problem.frames().size(); ++page) {
+    tasks.push_back({.page = problem.kv().page(page),
+                     .rows = 16,
+                     .out = copies.data() + problem.frames()[page] * layout.page_bytes()});
+  }
+  backend.make_codes(tasks, problem.layout(), nullptr);
+  std::vector<float> all(4 * problem.options().tokens);
+  const ScoreInt4Task whole{.q = problem.q(),
+                            .copies = copies.data(),
+                            .frames = problem.frames().data(),
+                            .tokens = problem.options().tokens,
+                            .out = all.data()};
+  backend.score_int4({&whole, 1}, problem.shape(), problem.layout(), nullptr);
+  for (const double share : {0.0, 0.01, 0.7}) {
+    const std::vector<std::uint32_t> tokens = random_tokens(problem.options().tokens, share, 3);
+    std::vector<float> out(tokens.size() * 4);
+    cpu::estimate_tokens(*cpu::available_kernels().back(),
+                         {.q = problem.q(),
+                          .copies = copies.data(),
+                          .frames = problem.frames().data(),
+                          .tokens = tokens,
+                          .out = out.data()},
+                         problem.shape(), problem.layout());
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      REQUIRE(out[i] == all[i % 4 * problem.options().tokens + tokens[i / 4]]);
+    }
+  }
+}
+
+}  // namespace sluice::test
