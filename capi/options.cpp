@@ -10,8 +10,8 @@ namespace sluice::capi {
 namespace {
 
 constexpr const char* kName = "sluice_engine_options";
-static_assert(SLUICE_DENSE_AUTO == sluice::kDenseAuto);
-static_assert(offsetof(sluice_engine_options, code_bits) + sizeof(std::uint64_t) == sizeof(sluice_engine_options));
+static_assert(SLUICE_DENSE_AUTO == sluice::kDenseAuto && SLUICE_FETCH_AUTO == sluice::kFetchAuto);
+static_assert(offsetof(sluice_engine_options, fetch_lists) + sizeof(std::uint64_t) == sizeof(sluice_engine_options));
 static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16) &&
               SLUICE_FP8_E4M3 == static_cast<int>(DType::fp8_e4m3));
 
@@ -173,6 +173,7 @@ EngineOptions to_engine(const sluice_engine_options& options) {
           .promotions = options.promotions,
           .placement = placement_of(options.placement),
           .fetch_share = options.fetch_share,
+          .fetch_lists = narrowed(options.fetch_lists),
           .dense_tokens = options.dense_tokens,
           .largest = largest_of(options),
           .in_flight = options.in_flight,
@@ -252,6 +253,7 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.windows = options.windows.empty() ? nullptr : options.windows.data();
   out.window_slack = options.window_slack;
   out.fetch_share = options.fetch_share;
+  out.fetch_lists = options.fetch_lists;
   out.cluster_sequences = options.cluster_sequences;
   out.max_clusters = options.max_clusters;
   out.dense_tokens = options.dense_tokens;

@@ -111,6 +111,8 @@ enum { SLUICE_TYPE_FLOAT = 2, SLUICE_TYPE_BFLOAT = 4 };
 
 /// sluice_engine_options.dense_tokens: what the engine finds best.
 #define SLUICE_DENSE_AUTO 0xffffffffu
+/// sluice_engine_options.fetch_share, likewise.
+#define SLUICE_FETCH_AUTO (-1.0f)
 /// Element type of what an engine keeps. SLUICE_FP8_E4M3 (since version 4) halves the host memory of keys and values:
 /// each row has a scale, a power of two, and what is rounded is the same wherever it lies, bf16 in device memory.
 /// Tensors have none of it.
@@ -202,7 +204,8 @@ typedef struct sluice_engine_options {
   /// can be forked or truncated by as many (64); at least largest_drafts - 1
   uint64_t window_slack;
   /// Since version 6: with SLUICE_PLACE_HYBRID, of the far tokens that the device chose the share that it attends over
-  /// the link while the CPU attends the others, [0, 1] (0); with SLUICE_PLACE_STREAM 0
+  /// the link while the CPU attends the others, [0, 1], or SLUICE_FETCH_AUTO (it): by the rates of link and threads, in
+  /// forwards with many lists, and 0 without a GPU; an engine's options say how much. 0 or that with SLUICE_PLACE_STREAM
   float fetch_share;
   /// Of `sequences`, those whose policies choose among clusters of keys on the device, such as `tactic | int4` (0);
   /// each has device memory for max_clusters of them in every layer and KV head
@@ -221,6 +224,9 @@ typedef struct sluice_engine_options {
   /// memory and tells tokens apart less well; what a policy says (`int4`, `int3`) must be the same. 0 (default): what
   /// policies want that sluice_engine_options_make_room_for is told of, and else 4; an engine's options say which
   uint64_t code_bits;
+  /// A forward with fewer lists, decode rows times KV heads, fetches nothing of fetch_share (0): few lists are sooner
+  /// attended by the CPU than a kernel that fetches has begun. At least 128 with SLUICE_FETCH_AUTO
+  uint64_t fetch_lists;
 } sluice_engine_options;
 
 /// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options).

@@ -38,10 +38,10 @@ std::uint32_t jobs_of(const ForwardMemory& memory, std::uint32_t rows) {
 
 /// Rows that a job may fetch, and words that list them.
 std::uint64_t fetch_room(const ForwardMemory& memory) {
-  return memory.fetches_chosen ? memory.largest.max_tokens : memory.fetched_of(memory.list_room());
+  return memory.fetches_chosen ? memory.largest.max_tokens : fetched_rows(memory.list_room(), memory.fetch_share);
 }
 std::uint64_t fetch_words(const ForwardMemory& memory) {
-  return memory.fetches_chosen ? memory.chosen_room() : memory.fetched_of(memory.list_room());
+  return memory.fetches_chosen ? memory.chosen_room() : fetched_rows(memory.list_room(), memory.fetch_share);
 }
 /// Slices that a launch has at most: all of one job's are merged in shared memory.
 std::uint32_t most_slices(const ForwardMemory& memory) { return kAttend.max_slices / variant_of(memory).head_tiles; }
@@ -115,7 +115,7 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
   choice.fetches_at_once = at_once(choice.fetch_slices);
   if (memory.fetches_chosen) choice.fetches_at_once = std::min(choice.fetches_at_once, chosen_at_once(choice));
   if (attends_together(memory, choice)) choice.first_fetch_slice = choice.job_count * choice.slices;
-  const std::uint32_t jobs = jobs_of(rows, largest.decode_rows) * (memory.fetches() ? 2 : 1);
+  const std::uint32_t jobs = jobs_of(rows, largest.decode_rows) * (memory.may_fetch() ? 2 : 1);
   choice.score_tasks = carver.take<ScoreInt4Task>(heads);
   if (largest.pages) {
     choice.page_tasks = carver.take<ScorePagesTask>(heads);
@@ -150,7 +150,7 @@ ForwardVerbs::Scratch ForwardVerbs::scratch_of(const ForwardMemory& memory, std:
         carver.take<float>(std::uint64_t{kAttend.max_slices} * variant_of(rows).heads() * (memory.shape.head_dim + 1));
   choice.linked = carver.take<std::uint32_t>(heads);
   choice.far_rows = carver.take<std::uint32_t>(std::uint64_t{heads} * rows.list_room());
-  if (memory.fetches()) choice.fetched = carver.take<std::uint32_t>(std::uint64_t{heads} * rows.list_room());
+  if (memory.may_fetch()) choice.fetched = carver.take<std::uint32_t>(std::uint64_t{heads} * rows.list_room());
   choice.far_corrections = carver.take<float>(std::uint64_t{heads} * rows.draw_room());
   if (largest.prefills != 0) {
     const std::uint32_t items = largest.prefills * memory.shape.kv_heads;
@@ -194,7 +194,7 @@ std::uint64_t ForwardVerbs::scratch_bytes(const ForwardMemory& memory) const {
     const std::uint32_t jobs = jobs_of(teams, memory.largest.decode_rows / drafts);
     const std::uint64_t most = std::uint64_t{most_slices(teams)} * (kAttend.stage_words - 64);
     if (near_slices(teams, jobs, multiprocessors_) == 0) refuse("near tokens of a row", near_room(teams), most);
-    if (memory.fetches() && fetch_slices(teams, jobs, multiprocessors_) == 0)
+    if (memory.may_fetch() && fetch_slices(teams, jobs, multiprocessors_) == 0)
       refuse("tokens and members of a row", fetch_words(teams), most);
   }
   const std::uint32_t items = memory.largest.prefills * memory.shape.kv_heads;

@@ -39,6 +39,8 @@ enum class PlacementMode : std::uint8_t {
 
 /// EngineOptions::dense_tokens: what an engine finds best.
 inline constexpr std::uint32_t kDenseAuto = kNone;
+/// EngineOptions::fetch_share: what the device's link and the threads advise.
+inline constexpr float kFetchAuto = -1.f;
 
 /// Everything that is fixed when an Engine is built.
 struct EngineOptions {
@@ -81,8 +83,13 @@ struct EngineOptions {
   /// read scattered rows. [0, 1], counted in 256ths; lists are cut at whole units of 16 rows, and those of less than 64
   /// not at all. Rows are the same, but other parts of them are summed up first, which results show in their last bits.
   /// Lists of policies that choose on the CPU stay with it. Of device memory, each row that chooses takes what its
-  /// output takes, and 4 bytes for each token that a KV head may attend. 0 with `stream`.
-  float fetch_share = 0.f;
+  /// output takes, and 4 bytes for each token that a KV head may attend. kFetchAuto: by the link's rate and the number
+  /// of threads, of forwards with many lists (fetch_lists becomes 128), and 0 without a GPU; Engine::options() says
+  /// how much. 0 or kFetchAuto with `stream`.
+  float fetch_share = kFetchAuto;
+  /// A forward with fewer lists, decode rows times KV heads, fetches nothing of fetch_share: few lists are sooner
+  /// attended by the CPU than a kernel that fetches has begun.
+  std::uint32_t fetch_lists = 0;
   /// Tokens of a sequence up to which it attends all of them, and its policy chooses nothing: of so few, reading
   /// everything takes less than choosing. Buckets of no more max_tokens do without the stages that choose, unless the
   /// engine has cpu_sequences or cluster_sequences: sequences whose policies choose on the CPU or among clusters go on

@@ -21,7 +21,7 @@ from sluice.engine import Engine
 from sluice.errors import (Corrupt, DeviceError, Error, InternalError, InvalidArgument, NotFound, OutOfCapacity,
                            ReadWriteError, Timeout, Unsupported)
 from sluice.figures import AdmissionUse, Audit, HeadAudit, Memory, SequenceMemory, Stats
-from sluice.options import DENSE_AUTO, Bucket, EngineOptions, Features, PlanItem
+from sluice.options import DENSE_AUTO, FETCH_AUTO, Bucket, EngineOptions, Features, PlanItem
 
 __all__ = [
     "Admission", "AdmissionOptions", "AdmissionUse", "Audit", "BFloat16", "Bucket", "Changes", "Corrupt", "DENSE_AUTO",

@@ -101,6 +101,7 @@ class EngineOptions(Sized):
         ("handover", c_uint32),
         ("forecasts", c_uint32),
         ("code_bits", c_uint64),
+        ("fetch_lists", c_uint64),
     ]
 
 

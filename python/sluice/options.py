@@ -90,6 +90,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 #: `EngineOptions.dense_tokens`: as many as near_bytes have room for, up to where choosing pays
 DENSE_AUTO = 0xFFFF_FFFF
+#: `EngineOptions.fetch_share`: by the rates of link and threads, in forwards with many lists
+FETCH_AUTO = -1.0
 _APART = ("device", "largest", "cores", "windows")  # not a number each
 _SWITCHES = ("prefix_decoded", "prefill_lines", "pin_threads", "forecasts")
 
@@ -111,7 +113,9 @@ class EngineOptions:
     page_tokens: int | None = None  #: a power of two in [8, 256]
     promotions: int | None = None  #: tokens of a layer and KV head that are brought near at a time
     placement: Literal["hybrid", "stream"] | None = None  #: who attends what is chosen and not near
-    fetch_share: float | None = None  #: in "hybrid", of what a GPU chose, the share that it attends over the link
+    fetch_share: float | None = None  #: in "hybrid", of what a GPU chose, the share that it attends over the link; or
+    #: FETCH_AUTO: as the engine finds best
+    fetch_lists: int | None = None  #: forwards with fewer lists (decode rows times KV heads) fetch nothing of it
     dense_tokens: int | None = None  #: up to which a sequence attends everything; DENSE_AUTO: as the engine finds best
     prefix_decoded: bool | None = None  #: tokens that were decoded are found as parts of prompts, too
     prefix_bytes: int | None = None  #: of host_bytes, for pages of named tokens that no sequence has

@@ -10,6 +10,7 @@
 #include "runtime/engine/engine_options.hpp"
 #include "runtime/engine/parking.hpp"
 #include "scheduler/plan/dense_advice.hpp"
+#include "scheduler/plan/fetch_advice.hpp"
 
 namespace sluice {
 namespace {
@@ -78,10 +79,23 @@ std::uint32_t dense_tokens(const EngineOptions& options, const Device& device) {
   return static_cast<std::uint32_t>(each) / near.page_tokens * near.page_tokens;
 }
 
+/// Many lists are shared by the link and the threads, if there is a link.
+void settle_fetching(EngineOptions& options, const Device& device, const cpu::Topology& topology) {
+  if (options.fetch_share != kFetchAuto) return;
+  options.fetch_share = 0.f;
+  if (!device.info().own_processor || options.placement != PlacementMode::hybrid) return;
+  const PageLayout far = runtime::far_layout(options);
+  const std::uint32_t threads = options.threads != 0 ? options.threads : std::max(2u, topology.cores()) - 1;
+  options.fetch_share = scheduler::fetch_share_of_device(device.rates(far.page_bytes()).link_gbps, threads);
+  if (options.fetch_share != 0.f) options.fetch_lists = std::max(options.fetch_lists, scheduler::kFetchLists);
+}
+
 /// What the device has no kernels for, automatic prompts do without; and who waits is as suits it. `embedded`: it is
 /// the engine's own host device, which would have the same cores read all keys to choose of a few.
-const EngineOptions& settled(EngineOptions& options, const Device& on, const ForwardVerbs& verbs, bool embedded) {
+const EngineOptions& settled(EngineOptions& options, const Device& on, const ForwardVerbs& verbs,
+                             const cpu::Topology& topology, bool embedded) {
   const DeviceInfo& device = on.info();
+  settle_fetching(options, on, topology);
   options.forecasts = options.forecasts && !embedded;
   options.code_bits = runtime::code_bits_of(options);
   if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options, on);
@@ -101,6 +115,7 @@ const EngineOptions& settled(EngineOptions& options, const Device& on, const For
 /// The same for the embedded host device, without building one: it can do all that options may ask for.
 const EngineOptions& settled_on_host(EngineOptions& options) {
   options.forecasts = false;
+  if (options.fetch_share == kFetchAuto) options.fetch_share = 0.f;
   options.code_bits = runtime::code_bits_of(options);
   if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options);
   if (options.handover == Handover::automatic) options.handover = cpu::HostDeviceOptions{}.handover;
@@ -115,7 +130,7 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       embedded(given ? nullptr : embedded_workers(options, topology)),
       device(device_or_host(std::move(given), embedded)),
       verbs(verbs_of(*device)),
-      memory(settled(options, *device, verbs, embedded != nullptr), *device, verbs, topology,
+      memory(settled(options, *device, verbs, topology, embedded != nullptr), *device, verbs, topology,
              node_of(topology, *device)),
       side(verbs.make_side()),
       choice(memory.largest(), cpu::fastest_kernels(), options.answer_timeout),
@@ -186,7 +201,8 @@ EngineMemoryUse memory_needed(const EngineOptions& options, Device* device) {
     EngineOptions chosen = options;
     if (device == nullptr) return runtime::EngineMemory::needed(settled_on_host(chosen), nullptr);
     const ForwardVerbs& verbs = verbs_of(*device);
-    return runtime::EngineMemory::needed(settled(chosen, *device, verbs, false), &verbs);
+    const cpu::Topology topology = cpu::chosen_cores({}, options.cores, device->info());
+    return runtime::EngineMemory::needed(settled(chosen, *device, verbs, topology, false), &verbs);
   });
 }
 

@@ -139,7 +139,7 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
   };
   stamp(Stage::start);
   const ForwardMemory teams = m.teams();
-  for (const Stage stage : scheduler::stages_of(bucket, m.promotions != 0, m.fetch_share)) {
+  for (const Stage stage : scheduler::stages_of(bucket, m.promotions != 0, teams.fetched_share())) {
     hand_over(stage, teams, stream);
     enqueue(stage, stage == Stage::append || stage == Stage::prefill ? m : teams, call);
     if (stage == Stage::split && m.handover == Handover::host && m.asks()) verbs.signal(m, ++ticket, stream);

@@ -48,7 +48,8 @@ void describe_windows(ForwardMemory& memory, const EngineOptions& options) {
 /// Who reads what is far, and what policies that choose on the CPU need for it.
 void describe_far(ForwardMemory& memory, const EngineOptions& options) {
   const bool streams = options.placement == PlacementMode::stream;
-  memory.fetch_share = streams ? kWholeFetchShare : fetch_share_of(options.fetch_share);
+  memory.fetch_share = streams ? kWholeFetchShare : fetch_share_of(std::max(0.f, options.fetch_share));
+  memory.fetch_lists = streams ? 0 : options.fetch_lists;
   memory.tail_rows = options.cpu_sequences * options.prompt_queries;
   memory.fetches_chosen = streams && memory.tail_rows != 0;
   memory.handover = options.handover;

@@ -48,8 +48,10 @@ void validate_placement(const EngineOptions& options) {
   require(is_valid(options.placement), "placement", static_cast<unsigned>(options.placement),
           "a value of sluice::PlacementMode");
   const float share = options.fetch_share;
+  if (share == kFetchAuto) return;
   if (!(share >= 0.f && share <= 1.f))
-    throw Error(Errc::invalid_argument, "fetch_share is " + std::to_string(share) + "; it must be in [0, 1]");
+    throw Error(Errc::invalid_argument,
+                "fetch_share is " + std::to_string(share) + "; it must be in [0, 1], or kFetchAuto");
   if (share != 0.f && options.placement == PlacementMode::stream)
     throw Error(Errc::invalid_argument, "fetch_share is " + std::to_string(share) +
                                             " with placement stream, where the device fetches all that is far; leave "

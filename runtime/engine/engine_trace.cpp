@@ -43,11 +43,11 @@ void Engine::Impl::keep_trace(runtime::Program& program, bool done) noexcept {
   note_trace(program);
   if (!program.trace) return;
   const runtime::TraceNotes& notes = *program.trace;
-  const ForwardMemory& m = memory.largest();
-  const scheduler::WorkPlace place{.shape = m.teams(program.bucket.drafts).shape,
+  const ForwardMemory m = memory.of(program.bucket).teams();
+  const scheduler::WorkPlace place{.shape = m.shape,
                                    .layout = m.far_layout,
                                    .placement = options.placement,
-                                   .fetch_share = m.fetch_share,
+                                   .fetch_share = m.fetched_share(),
                                    .bucket = program.bucket,
                                    .promotes = m.promotions != 0,
                                    .windows = options.windows,

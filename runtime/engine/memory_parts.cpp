@@ -62,7 +62,7 @@ void carve_choice(Carver& parts, ForwardMemory& m) {
 void carve_partials(Carver& parts, ForwardMemory& m) {
   take(parts, m.near_out, heads(m) * m.shape.head_dim);
   take(parts, m.near_lse, heads(m));
-  if (m.fetches()) {
+  if (m.may_fetch()) {
     take(parts, m.fetch_heads, kv_heads(m));
     take(parts, m.fetched_out, heads(m) * m.shape.head_dim);
     take(parts, m.fetched_lse, heads(m));

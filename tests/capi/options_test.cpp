@@ -40,6 +40,8 @@ sluice_engine_options unlike_the_defaults() {
   options.digests = SLUICE_DIGESTS_BOX;
   options.max_ranked = 77;
   options.code_bits = 3;
+  options.fetch_share = 0.f;
+  options.fetch_lists = 7;
   options.max_window = 55;
   options.cluster_sequences = 3;
   options.max_clusters = 44;
@@ -85,7 +87,8 @@ TEST_CASE("the defaults of C are those of C++", "[capi][options]") {
   CHECK(got.prefill_mode == SLUICE_PREFILL_FULL);
   CHECK(got.prefill_gamma == want.prefill.flex.gamma);
   CHECK(got.placement == SLUICE_PLACE_HYBRID);
-  CHECK(got.fetch_share == 0.f);
+  CHECK(got.fetch_share == SLUICE_FETCH_AUTO);
+  CHECK(got.fetch_lists == 0);
   CHECK(got.cluster_sequences == 0);
   CHECK(got.max_clusters == want.max_clusters);
   CHECK(got.dense_tokens == 0);
@@ -127,6 +130,7 @@ TEST_CASE("every option arrives at the engine", "[capi][options]") {
 TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[capi][options]") {
   auto options = small_options();
   options.fetch_share = 0.375f;
+  options.fetch_lists = 5;
   options.dense_tokens = 48;
   options.forecasts = 1;
   auto whole = options;
@@ -136,6 +140,7 @@ TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[ca
   auto got = sized<sluice_engine_options>();
   require_ok(sluice_engine_get_options(engine.get(), &got));
   CHECK(got.fetch_share == 0.375f);
+  CHECK(got.fetch_lists == 5);
   CHECK(got.dense_tokens == 48);
   CHECK(got.handover == SLUICE_HANDOVER_DEVICE);
   CHECK(got.forecasts == 0);  // The cores that would estimate all keys are those that read the few.
@@ -218,6 +223,7 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   refused({"digests is 3"}, [](auto& o) { o.digests = 3; });
   refused({"prefill_mode is 3"}, [](auto& o) { o.prefill_mode = 3; });
   refused({"placement is 2", "SLUICE_PLACE_STREAM"}, [](auto& o) { o.placement = 2; });
+  refused({"fetch_share is -0.5", "[0, 1]"}, [](auto& o) { o.fetch_share = -0.5f; });
   refused({"fetch_share is 1.5", "[0, 1]"}, [](auto& o) { o.fetch_share = 1.5f; });
   refused({"fetch_share is nan", "[0, 1]"}, [](auto& o) { o.fetch_share = NAN; });
   refused({"fetch_share is 0.5", "stream", "hybrid"},

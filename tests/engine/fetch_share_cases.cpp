@@ -253,6 +253,55 @@ TEST_CASE("more rows than a launch has room for share their lists", "[engine]") 
   REQUIRE(engine.stats().fetched_tokens != 0);
 }
 
+TEST_CASE("forwards of fewer lists than fetch_lists leave them to the CPU", "[engine]") {
+  constexpr std::uint32_t kRows = 3;
+  const EngineRig rig = engine_rig();
+  EngineOptions options = sharing(plain::options_for(rig, kRows, 40 * kRows, 6), 0.5f);
+  options.fetch_lists = 2 * plain::kShape.kv_heads;
+  Engine engine(options, rig.device);
+  const Story story(plain::kShape, 320, 37);
+  const PolicySpec policy = parse_policy("none | " + windows_of(4, 190));
+  std::vector<Teller> tellers;
+  for (std::uint32_t row = 0; row < kRows; ++row) {
+    tellers.push_back({.story = &story, .id = engine.begin(policy)});
+    import_story(engine, rig, tellers.back(), 300);
+  }
+  // Buckets of one, two, and again fewer rows: what one leaves in memory changes nothing for the next.
+  for (const std::uint32_t rows : {1u, 2u, 3u, 1u, 2u}) {
+    CAPTURE(rows);
+    ForwardTensors tensors(*rig.device, plain::kShape, rows);
+    std::vector<SequenceId> ids;
+    for (std::uint32_t row = 0; row < rows; ++row) {
+      tensors.set(row, story, tellers[row].at++);
+      ids.push_back(tellers[row].id);
+    }
+    Bucket bucket = engine.options().largest;
+    bucket.decode_rows = rows;
+    const std::uint64_t before = engine.stats().fetched_tokens;
+    (void)run_batch(engine, rig, tensors, one_each(ids), bucket);
+    for (std::uint32_t row = 0; row < rows; ++row)
+      REQUIRE(plain::error_of(tensors.out(row), story, tellers[row].at - 1, 4, 190, 0) < plain::kTolerance);
+    REQUIRE((engine.stats().fetched_tokens != before) == (rows >= 2));
+  }
+}
+
+TEST_CASE("an automatic share is none without a GPU, and is told", "[engine]") {
+  const EngineRig rig = engine_rig();
+  const EngineOptions options = sharing(plain::options_for(rig, 1, 40, 6), kFetchAuto);
+  const Engine engine(options, rig.device);
+  const Engine streams([&] {
+    EngineOptions changed = options;
+    changed.placement = PlacementMode::stream;
+    return changed;
+  }(), rig.device);
+  REQUIRE(streams.options().fetch_share == 0.f);
+  const double link = rig.device ? rig.device->rates(8 * KiB).link_gbps : 0.0;
+  REQUIRE((engine.options().fetch_share > 0.f) == (link > 0.0));
+  REQUIRE(engine.options().fetch_share < 1.f);
+  REQUIRE(engine.options().fetch_lists == (link > 0.0 ? 128 : 0));
+  REQUIRE(memory_needed(options, rig.device.get()).buffers == engine.memory().buffers);
+}
+
 TEST_CASE("a trace of shared lists has what both attend, and waits where the answer is wanted", "[engine]") {
   const EngineRig rig = engine_rig();
   EngineOptions options = sharing(plain::options_for(rig, 1, 40, 0), 0.3f);
@@ -310,7 +359,7 @@ TEST_CASE("a share that is none is refused, and what it takes is known before", 
   }
   require_refused(0.3f, PlacementMode::stream, "leave it 0, or place hybrid");
   build(0.f, PlacementMode::stream);
-  const EngineMemoryUse without = memory_needed(options, rig.device.get());
+  const EngineMemoryUse without = memory_needed(sharing(options, 0.f), rig.device.get());
   const EngineMemoryUse with = memory_needed(sharing(options, 0.3f), rig.device.get());
   REQUIRE(with.buffers > without.buffers);
   REQUIRE(with.pinned == without.pinned);

@@ -1,7 +1,10 @@
 // Where lists of far rows are cut, and what a machine's rates advise.
 #include "sluice/step/fetch_share.hpp"
 
+#include <cmath>
+
 #include "scheduler/plan/cost_model.hpp"
+#include "scheduler/plan/fetch_advice.hpp"
 #include "tests/support/catch.hpp"
 
 using namespace sluice;
@@ -50,4 +53,15 @@ TEST_CASE("the link gets its part of what it and the CPU read together", "[plan]
   REQUIRE(advised_fetch_share(rates) == Approx(20.0 / 95.0));
   REQUIRE(advised_fetch_share({.link_gbps = 0.0, .cpu_gbps = 150.0}) == 0.f);
   REQUIRE(advised_fetch_share({.link_gbps = 50.0, .cpu_gbps = 0.0}) == 0.f);
+}
+
+TEST_CASE("a GPU's link gets the more of what is far the fewer threads there are", "[plan]") {
+  using scheduler::fetch_share_of_device;
+  REQUIRE(fetch_share_of_device(46.0, 15) == Approx(0.407).margin(0.001));
+  REQUIRE(fetch_share_of_device(46.0, 3) > fetch_share_of_device(46.0, 15));
+  REQUIRE(fetch_share_of_device(23.0, 15) < fetch_share_of_device(46.0, 15));
+  REQUIRE(fetch_share_of_device(1e6, 1) < 1.f);
+  REQUIRE(fetch_share_of_device(0.0, 15) == 0.f);
+  REQUIRE(fetch_share_of_device(NAN, 15) == 0.f);
+  REQUIRE(fetch_share_of_device(46.0, 0) == 0.f);
 }

@@ -161,7 +161,7 @@ EngineOptions sized(const EngineFlags& flags, const AttentionShape& shape, std::
                                              : static_cast<std::uint64_t>(room.near * static_cast<double>(longest)) *
                                                    layout.near().page_bytes() * planes;
   options.placement = flags.placement;
-  options.fetch_share = flags.fetch_share.share;
+  options.fetch_share = flags.fetch_share;
   options.dense_tokens = flags.dense_tokens.value_or(options.dense_tokens);
   options.handover = flags.handover;
   options.largest = {.decode_rows = 1,
@@ -193,7 +193,7 @@ Json to_json(const EngineOptions& options) {
           {"host_bytes", options.host_bytes},
           {"near_bytes", options.near_bytes},
           {"placement", to_string(options.placement)},
-          {"fetch_share", options.fetch_share},
+          {"fetch_share", fetch_share_json(options.fetch_share)},
           {"dense_tokens", dense_tokens_json(options.dense_tokens)},
           {"handover", to_string(options.handover)},
           {"threads", options.threads},

@@ -20,7 +20,7 @@ struct EngineFlags {
   std::uint64_t host_bytes = 0;
   std::uint64_t near_bytes = 0;
   PlacementMode placement = EngineOptions{}.placement;
-  FetchShare fetch_share;
+  float fetch_share = kFetchAuto;
   Handover handover = EngineOptions{}.handover;
   Graphs graphs = Graphs::automatic;  ///< of commands that have --graphs
   std::uint32_t page_tokens = EngineOptions{}.page_tokens;

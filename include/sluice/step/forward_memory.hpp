@@ -54,6 +54,7 @@ struct ForwardMemory {
   /// Of the far rows of a list that the device chose, those that it attends itself, over the link, of kWholeFetchShare;
   /// the CPU attends the others in place. The list's last ones, see fetched_of.
   std::uint32_t fetch_share = 0;
+  std::uint32_t fetch_lists = 0;  ///< a forward of fewer lists leaves all of them to the CPU
   /// Policies may choose on the CPU, and all rows of such a list are the device's, too, unless they come with scores;
   /// see keeps_chosen.
   bool fetches_chosen = false;
@@ -113,7 +114,7 @@ struct ForwardMemory {
   std::uint32_t* far_windows = nullptr;  ///< [decode_rows, kv_heads] not 0: sinks or recent tokens are among them
   float* near_out = nullptr;             ///< [decode_rows, q_heads, head_dim]
   float* near_lse = nullptr;             ///< [decode_rows, q_heads]
-  // As near_out and near_lse, of far rows that the device attends over the link, if it fetches().
+  // As near_out and near_lse, of far rows that the device attends over the link, if it may_fetch().
   std::uint32_t* fetch_heads = nullptr;  ///< [decode_rows, kv_heads] bit h: query head h attends some
   float* fetched_out = nullptr;          ///< [decode_rows, q_heads, head_dim]
   float* fetched_lse = nullptr;          ///< [decode_rows, q_heads]
@@ -164,8 +165,12 @@ struct ForwardMemory {
   std::uint32_t* audit_rows = nullptr;    ///< [layers, decode_rows, kv_heads, list_room] far rows, wherever they lay
   std::uint32_t* audit_counts = nullptr;  ///< [layers, decode_rows, kv_heads]
 
-  /// Whether the device attends far rows over the link.
-  [[nodiscard]] constexpr bool fetches() const noexcept { return fetch_share != 0; }
+  /// Whether the device attends far rows over the link in some forward, and of how many in one of this bucket.
+  [[nodiscard]] constexpr bool may_fetch() const noexcept { return fetch_share != 0; }
+  [[nodiscard]] constexpr bool fetches() const noexcept { return fetched_share() != 0; }
+  [[nodiscard]] constexpr std::uint32_t fetched_share() const noexcept {
+    return bucket.decode_rows * shape.kv_heads < fetch_lists ? 0 : fetch_share;
+  }
   /// Whether rows that the CPU chooses are attended near where they lie there, and come near like others. Rows with
   /// scales do not: near ones have another dtype, and those of a list are attended together.
   [[nodiscard]] constexpr bool keeps_chosen() const noexcept {
@@ -175,7 +180,7 @@ struct ForwardMemory {
   [[nodiscard]] constexpr bool asks() const noexcept { return fetch_share != kWholeFetchShare || tail_rows != 0; }
   /// Of a list of so many far rows that the device chose, how many it attends itself: the last ones.
   [[nodiscard]] constexpr std::uint32_t fetched_of(std::uint32_t listed) const noexcept {
-    return fetched_rows(listed, fetch_share);
+    return fetched_rows(listed, fetched_share());
   }
   [[nodiscard]] constexpr std::uint32_t window_in(std::uint32_t layer) const noexcept {
     return windows == nullptr ? 0 : windows[layer];

@@ -28,7 +28,6 @@ int run(BenchDecodeOptions& options) {
     if (!method.dense && options.far != "auto")
       (void)with_far(method.name.substr(method.name.find('/') + 1), options.far, {}, {});
   const std::shared_ptr<Device> device = make_device(options.device);
-  advise(options.fetch_share, device.get(), options.threads);
   DecodeBench bench(options, device);
   ProgressBar bar("bench");
   const InterruptScope interrupts;
@@ -51,7 +50,7 @@ int run(BenchDecodeOptions& options) {
                            {"methods", options.methods},
                            {"near", options.near},
                            {"far", options.far},
-                           {"fetch_share", options.fetch_share.share},
+                           {"fetch_share", fetch_share_json(options.fetch_share)},
                            {"handover", to_string(options.handover)},
                            {"graphs", to_string(options.graphs)},
                            {"kv_dtype", to_string(options.kv_dtype)},

@@ -153,7 +153,7 @@ DecodeMethod DecodeBench::limited(std::uint32_t length, std::uint32_t batch, con
 EngineOptions DecodeBench::sizes(const DecodeMethod& method, std::uint32_t length, const Verified& verified) const {
   EngineFlags flags;
   flags.placement = method.placement;
-  flags.fetch_share.share = share_for(method.placement, options_.fetch_share);
+  flags.fetch_share = share_for(method.placement, options_.fetch_share);
   flags.handover = options_.handover;
   flags.kv_dtype = options_.kv_dtype;
   flags.threads = options_.threads;

@@ -33,7 +33,7 @@ struct BenchDecodeOptions {
   std::string kv_sizes;  ///< device memory for keys and values with all that goes with them; empty: what `near` takes
   std::string near = "5%";
   std::string far;
-  FetchShare fetch_share;
+  float fetch_share = kFetchAuto;
   Handover handover = EngineOptions{}.handover;
   Graphs graphs = Graphs::automatic;
   DType kv_dtype = DType::bf16;

@@ -77,7 +77,7 @@ int run(const BenchGpuOptions& options) {
     if (rig) return *rig;
     rig.emplace(options, shape);
     report.config["device"] = rig->device()->info().name;
-    report.config["fetch_share"] = rig->fetch_share();
+    report.config["fetch_share"] = fetch_share_json(options.fetch_share);
     report.config["handover"] = to_string(rig->handover());
     return *rig;
   };

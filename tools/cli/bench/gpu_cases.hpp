@@ -22,7 +22,7 @@ struct BenchGpuOptions {
   std::string lengths = "8K,32K,128K";
   std::string policies = "sluice";
   std::string placements = "hybrid";
-  FetchShare fetch_share;
+  float fetch_share = 0.f;
   Handover handover = EngineOptions{}.handover;
   std::string rows = "1";
   std::uint32_t ragged = 0;  ///< tokens of a forward's shortest sequence; 0: all are of one length

@@ -25,9 +25,7 @@ GpuRig::GpuRig(const BenchGpuOptions& options, const AttentionShape& shape)
     : options_(options),
       shape_(shape),
       device_(make_device(options.device)),
-      fetch_share_(options.fetch_share),
       builders_(std::make_shared<const cpu::Workers>(topology_, cpu::WorkersOptions{})) {
-  advise(fetch_share_, device_.get(), options.threads);
   // Without a GPU the same forwards run on the embedded device: for trying the command out, not for its times.
   if (!device_) device_ = std::make_shared<cpu::HostDevice>(builders_);
 }
@@ -135,7 +133,7 @@ SyntheticForwardsOptions GpuRig::forwards_of(std::uint32_t length, const GpuCase
           .kv_dtype = options_.kv_dtype,
           .near_share = near_share(length, each),
           .placement = each.placement,
-          .fetch_share = share_for(each.placement, fetch_share_),
+          .fetch_share = share_for(each.placement, options_.fetch_share),
           .handover = options_.handover,
           .threads = options_.threads,
           .promotions = options_.promotions,

@@ -31,7 +31,6 @@ class GpuRig {
   [[nodiscard]] const BenchGpuOptions& options() const noexcept { return options_; }
   [[nodiscard]] const AttentionShape& shape() const noexcept { return shape_; }
   [[nodiscard]] const std::shared_ptr<Device>& device() const noexcept { return device_; }
-  [[nodiscard]] float fetch_share() const noexcept { return fetch_share_.share; }
   /// What `automatic` comes to.
   [[nodiscard]] Handover handover() const noexcept;
   /// Of pages as engines have them, measured when they are first asked for.
@@ -69,7 +68,6 @@ class GpuRig {
   AttentionShape shape_;
   cpu::Topology topology_;
   std::shared_ptr<Device> device_;
-  FetchShare fetch_share_;
   std::shared_ptr<const cpu::Workers> builders_;
   std::vector<float> want_;                    ///< dense attention of the first step
   std::optional<scheduler::LaneRates> rates_;  ///< measured once they are asked for

@@ -79,7 +79,7 @@ Json config_of(const BenchServeOptions& options, const AttentionShape& shape, co
           {"host_bytes", options.engine.host_bytes},
           {"near_bytes", options.engine.near_bytes},
           {"placement", to_string(options.engine.placement)},
-          {"fetch_share", options.engine.fetch_share.share},
+          {"fetch_share", fetch_share_json(options.engine.fetch_share)},
           {"handover", to_string(options.engine.handover)},
           {"graphs", to_string(options.graphs)},
           {"slowdown", options.slowdown},
@@ -92,7 +92,6 @@ Json config_of(const BenchServeOptions& options, const AttentionShape& shape, co
 
 std::shared_ptr<Device> device_of(BenchServeOptions& options) {
   std::shared_ptr<Device> device = make_device(options.device);
-  advise(options.engine.fetch_share, device.get(), options.engine.threads);
   choose_chunk(options.engine, device.get(), {});
   if (device) return device;
   return std::make_shared<cpu::HostDevice>(

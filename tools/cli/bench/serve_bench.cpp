@@ -141,7 +141,7 @@ EngineOptions ServeBench::engine_options(const ServeMethod& method) const {
   if (method.dense) flags.host_bytes = 0;
   if (method.placement) {
     flags.placement = *method.placement;
-    flags.fetch_share.share = share_for(*method.placement, flags.fetch_share);
+    flags.fetch_share = share_for(*method.placement, flags.fetch_share);
   }
   const std::uint32_t page_tokens = page_tokens_for(method.policy, flags);
   EngineOptions sizes = sized(flags, shape_, {&method.policy, 1}, {.page_tokens = page_tokens, .tokens = longest_});

@@ -94,7 +94,7 @@ Json config_of(const EvalOptions& options, const EngineFlags& runtime, const Nam
           {"own_pages", runtime.own_pages},
           {"kv_dtype", to_string(runtime.kv_dtype)},
           {"placement", to_string(runtime.placement)},
-          {"fetch_share", runtime.fetch_share.share},
+          {"fetch_share", fetch_share_json(runtime.fetch_share)},
           {"handover", to_string(runtime.handover)},
           {"graphs", to_string(runtime.graphs)},
           {"dense_tokens", dense_tokens_json(runtime.dense_tokens.value_or(0))},
@@ -151,13 +151,11 @@ int run(const EvalOptions& options) {
   plan.device = make_device(options.device);
   EngineFlags flags = options.engine;
   choose_chunk(flags, plan.device.get(), plan.prefills);
-  advise(flags.fetch_share, plan.device.get(), flags.threads);
   ProgressBar bar("eval");
   const InterruptScope interrupts;
   const std::unique_ptr<EvalReport> report = modelled ? evaluate_model(options, flags, plan, bar)
                                                       : std::make_unique<EvalReport>(plan.policies, AttentionShape{});
-  EngineFlags needle_flags = options.engine;
-  needle_flags.fetch_share = flags.fetch_share;
+  const EngineFlags& needle_flags = options.engine;
   for (const NeedleOptions& planted : needles) {
     if (interrupted()) break;
     report->add(planted, evaluate_needles(planted, needle_flags, plan.policies.specs, plan.device, bar),

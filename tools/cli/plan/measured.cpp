@@ -34,7 +34,8 @@ Measured read_row(const json& config, const json& row) {
   work.near_share =
       near_share.is_null() ? usual_near_share(row.at("length_tokens").get<std::uint32_t>()) : near_share.get<double>();
   place(row.at("placement").get<std::string>(), work);
-  if (work.placement == PlacementMode::hybrid) work.fetch_share = config.value("fetch_share", 0.f);
+  const Json fetch_share = config.value("fetch_share", Json(0.f));
+  if (work.placement == PlacementMode::hybrid && fetch_share.is_number()) work.fetch_share = fetch_share.get<float>();
   work.page_tokens = work.policy.page_tokens == 0 ? kGpuPageTokens : work.policy.page_tokens;
   work.rows = row.at("rows").get<std::uint32_t>();
   work.tokens = row.at("length_tokens").get<std::uint32_t>() + config.at("warm_up").get<std::uint32_t>() +

@@ -31,7 +31,7 @@ struct PlanOptions {
   std::string rows = "1";
   std::string placements = "hybrid";
   std::string far;
-  FetchShare fetch_share;
+  float fetch_share = 0.f;
   DType kv_dtype = DType::bf16;
   std::string machine;
   std::vector<std::string> measured;
@@ -90,7 +90,7 @@ FarPlace far_place(const Workload& work, double near_hits) {
 /// Every policy, placement, length and number of rows: tables, and a curve for each number of rows.
 class Plans {
  public:
-  Plans(const PlanOptions& options, const Machine& machine, const FetchShare& fetch_share)
+  Plans(const PlanOptions& options, const Machine& machine, float fetch_share)
       : options_(options), machine_(machine), fetch_share_(fetch_share), shape_(shape_of(options)) {}
 
   void add_all() {
@@ -170,7 +170,7 @@ class Plans {
 
   const PlanOptions& options_;
   const Machine& machine_;
-  const FetchShare& fetch_share_;
+  const float fetch_share_;
   AttentionShape shape_;
   Table times_ = plan_table(), memory_ = memory_table();
   std::vector<PlannedSeries> series_;
@@ -191,15 +191,15 @@ int run(const PlanOptions& options) {
   const OutputTarget target(options.output.path);
   const OutputTarget plot(options.plot);
   const Machine machine = machine_of(options);
-  FetchShare fetch_share = options.fetch_share;
-  if (fetch_share.advised) fetch_share.share = scheduler::advised_fetch_share(machine.rates);
+  const float fetch_share =
+      options.fetch_share == kFetchAuto ? scheduler::advised_fetch_share(machine.rates) : options.fetch_share;
   Report report{.command = "plan",
                 .config = {{"shape", options.shape},
                            {"layers", shape.layers},
                            {"gpus", options.gpus},
                            {"machine", to_json(machine)},
                            {"kv_dtype", to_string(options.kv_dtype)},
-                           {"fetch_share", fetch_share.share},
+                           {"fetch_share", fetch_share},
                            {"near", options.near},
                            {"near_hits", options.near_hits.empty() ? Json() : Json(options.near_hits)},
                            {"attended", options.attended},

@@ -24,7 +24,7 @@ PageLayout layout_of(const Workload& work) {
 EngineOptions options_of(const Workload& work) {
   EngineFlags flags;
   flags.placement = work.placement;
-  flags.fetch_share.share = work.fetch_share;
+  flags.fetch_share = work.fetch_share;
   flags.kv_dtype = work.kv_dtype;
   EngineOptions options = sized(flags, work.shape, {&work.policy, 1},
                                 {.page_tokens = work.page_tokens, .tokens = work.tokens, .near = work.near_share});

@@ -81,7 +81,6 @@ int run(const RunOptions& options) {
   EngineFlags flags = options.engine;
   choose_chunk(flags, device.get(), std::span(&prefill, 1));
   choose_kv_dtype(flags, model);
-  advise(flags.fetch_share, device.get(), flags.threads);
   const auto tokens = static_cast<std::uint32_t>(prompt.size()) + answer;
   const double near = options.near.empty() ? near_share(device.get(), flags, model.config().shape(), tokens)
                                            : parse_share(options.near, "--near");

@@ -102,8 +102,10 @@ std::vector<double> SyntheticForwards::time(std::uint32_t count, bool graph, std
 std::uint32_t SyntheticForwards::verbs_of(const Bucket& bucket) const {
   const EngineOptions& options = engine_->options();
   const bool promotes = options.promotions != 0 && engine_->memory().near_pages != 0;
-  const std::uint32_t share =
-      options.placement == PlacementMode::stream ? kWholeFetchShare : fetch_share_of(options.fetch_share);
+  const bool fetches = bucket.decode_rows * options.shape.kv_heads >= options.fetch_lists;
+  const std::uint32_t share = options.placement == PlacementMode::stream ? kWholeFetchShare
+                              : fetches                                  ? fetch_share_of(options.fetch_share)
+                                                                         : 0;
   const scheduler::StageList stages = scheduler::stages_of(bucket, promotes, share);
   return static_cast<std::uint32_t>(stages.end() - stages.begin());
 }
