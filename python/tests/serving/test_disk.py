@@ -31,7 +31,8 @@ def tiered(make_loop: Callable[..., Loop]) -> Iterator[Callable[..., Loop]]:
     """Loops with room for three prompts and a folder for others."""
     def make(path: Path, most: int = MOST, model: str = "", **options: object) -> Loop:
         loop = make_loop(**{"host_bytes": 24 * PAGE_BYTES, "sequences": 2, **options})
-        loop._disk = DiskTier(loop.model, Folder(path, most, model or signature_of(loop.model, "tiny")))
+        folder = Folder(path, most, model or signature_of(loop.model, "tiny"))
+        loop._disk = DiskTier(loop.model.engine, loop.model.policy, folder)
         return loop
 
     yield make
@@ -242,10 +243,10 @@ def test_the_limit_holds_from_the_beginning(tiered: Callable[..., Loop], tmp_pat
 
 
 def test_engines_whose_keys_and_values_are_others(make_loop: Callable[..., Loop]) -> None:
-    made = [make_loop(**options).model for options in (
+    made = [make_loop(**options).model.engine.options for options in (
         {}, {"kv_dtype": "f16"}, {"prefill_mode": "flex"}, {"prefill_mode": "flex", "prefill_gamma": 0.5})]
-    assert len({kind_of(model, "tiny") for model in made}) == len(made)
-    assert kind_of(made[0], "tiny") == kind_of(make_loop(prefill_gamma=0.5).model, "tiny")
+    assert len({kind_of(options, "tiny") for options in made}) == len(made)
+    assert kind_of(made[0], "tiny") == kind_of(make_loop(prefill_gamma=0.5).model.engine.options, "tiny")
 
 
 def test_what_a_crash_leaves_is_cleared(tiered: Callable[..., Loop], tmp_path: Path) -> None:
