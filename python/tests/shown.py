@@ -89,7 +89,7 @@ LISTED: dict[str, tuple[str, Callable[[tuple[str, ...]], bool]]] = {
     "python3 -m venv": ("an environment of its own: tests/wheel makes one",
                         lambda words: "pip" not in words or extras(words)),
     "pip install": ("needs the network; tests/wheel builds and installs the package without", extras),
-    "python benchmarks/search.py": ("minutes on a GPU: evaluation/test_search.py runs it", always),
+    "python tools/lab/benchmarks/search.py": ("minutes on a GPU: evaluation/test_search.py runs it", always),
     "torchrun": ("several processes for minutes: serving/test_tensor_parallel.py runs them", always),
 }
 

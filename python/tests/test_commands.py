@@ -65,7 +65,7 @@ def unknown(words: list[str], text: str) -> list[str]:
 
 OF_THE_PROGRAM = [each for each in commands() if each.words[0] == "sluice"]
 OF_PYTHON = [each for each in commands() if each.words[:3] == ["python", "-m", "sluice"]]
-OF_BENCHMARKS = [each for each in commands() if each.words[0] == "python" and each.words[1].startswith("benchmarks/")]
+OF_BENCHMARKS = [each for each in commands() if each.words[0] == "python" and each.words[1].startswith("tools/lab/")]
 
 
 def test_there_are_commands() -> None:
@@ -103,4 +103,4 @@ def test_the_package(shown: Shown) -> None:
 @pytest.mark.parametrize("shown", OF_BENCHMARKS, ids=lambda shown: f"{shown.page}: {' '.join(shown.words[1:])[:60]}")
 def test_benchmarks(shown: Shown) -> None:
     """Some need a GPU's torch to say what they take: their text says it, too."""
-    assert not unknown(shown.words[2:], (ROOT / "python" / shown.words[1]).read_text())
+    assert not unknown(shown.words[2:], (ROOT / shown.words[1]).read_text())

@@ -16,11 +16,11 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sluice.serving.disk_files import locked, made, opened, write
+from sluice.serving.disk_files import OPTION, locked, made, opened, write
 
 _VERSION = 1
 _NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{32}")
@@ -59,17 +59,18 @@ class Stored:
 class Folder:
     """The files of one model in a folder."""
 
-    def __init__(self, path: Path, most_bytes: int, model: str) -> None:
-        """`most_bytes`: of this model's files. `model`: all that keys and values depend on.
+    def __init__(self, path: Path, most_bytes: int, model: str, option: str = OPTION) -> None:
+        """`most_bytes`: of this model's files. `model`: all that keys and values depend on. `option`: what names the
+        folder, for messages.
         @throws InvalidArgument if there is no such folder and none can be made, or nothing can be written to it"""
-        self.path, self.model, self._most_bytes = path, model, most_bytes
+        self.path, self.model, self.option, self._most_bytes = path, model, option, most_bytes
         self._tag = hashlib.sha256(model.encode()).hexdigest()[:16]
         self._stored: dict[str, Stored] = {}
         self._by_mark: dict[str, set[str]] = {}
         self._seen: int | None = None  # When the folder had changed last.
         self._damaged: list[str] = []  # Names whose .ids are no such files.
         self._useless: set[str] = set()  # Names that are there, and nothing can be done with them.
-        with made(path):
+        with made(path, option):
             self.look()
             with self.locked() as mine:
                 if mine:

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from sluice.errors import InvalidArgument
 
+OPTION = "--disk"  #: the server's, that names a folder
 _SECRET_BYTES, _SECRET_S = 32, 1.0
 
 
@@ -36,17 +37,17 @@ def locked(path: Path) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def made(path: Path) -> Iterator[None]:
-    """Makes a folder and what it needs.
+def made(path: Path, option: str = OPTION) -> Iterator[None]:
+    """Makes a folder and what it needs. `option`: by which messages call it.
     @throws InvalidArgument"""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.stat().st_mode & stat.S_IWOTH:
-            raise InvalidArgument(f"--disk {path}: every user of this machine may write to it; give a folder of your "
+            raise InvalidArgument(f"{option} {path}: every user of this machine may write to it; give a folder of your "
                                   f"own, or chmod o-w {path}")
         yield
     except OSError as error:
-        raise InvalidArgument(f"--disk {path}: {error.strerror or error}; give a folder that may be written to") \
+        raise InvalidArgument(f"{option} {path}: {error.strerror or error}; give a folder that may be written to") \
             from None
 
 
@@ -87,9 +88,9 @@ def secret_of(path: Path) -> bytes:
                 if mine and not os.path.lexists(file):
                     write(file, secrets.token_bytes(_SECRET_BYTES))
             if time.monotonic() > ends:
-                raise InvalidArgument(f"--disk {path}: a process holds {path / 'lock'} and makes no {file}; end it, or "
+                raise InvalidArgument(f"{OPTION} {path}: a process holds {path / 'lock'} and makes no {file}; end it, or "
                                       "give another folder")
             time.sleep(0.01)  # Who holds the lock is about to write it.
     if len(found) != _SECRET_BYTES:
-        raise InvalidArgument(f"--disk {path}: {file} is not of a server; give another folder, or remove this file")
+        raise InvalidArgument(f"{OPTION} {path}: {file} is not of a server; give another folder, or remove this file")
     return found

@@ -206,8 +206,8 @@ def load_loop(settings: Settings) -> tuple[Loop, Ready]:
     tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
     disk = None
     if settings.disk is not None:
-        kind = kind_of(packed, signature_of(packed, settings.model, settings.adapter))
-        disk = DiskTier(packed, Folder(settings.disk, settings.disk_bytes, kind))
+        kind = kind_of(packed.engine.options, signature_of(packed, settings.model, settings.adapter))
+        disk = DiskTier(packed.engine, packed.policy, Folder(settings.disk, settings.disk_bytes, kind))
     loop = Loop(packed, tokenizer, end_ids=end_ids(model, tokenizer), prefix=settings.prefix,
                 slowdown=settings.slowdown, disk=disk)
     return loop, Ready(loop.limit, _defaults(model), packed.vocabulary, packed.engine.memory().near_pages)

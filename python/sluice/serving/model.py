@@ -11,14 +11,14 @@ import torch
 import transformers
 
 from sluice._near import SERVED_SHARE
-from sluice._transformers_cache import LayerKind
-from sluice._transformers_support import (attention_shape, changing, choose_near, dense_tokens, install, kv_dtype,
-                                          layer_kinds, logit_options, longest, ranks_of, refuse, refuse_of_the_model)
+from sluice._transformers_support import (changing, choose_near, dense_tokens, install, longest, ranks_of,
+                                          refuse_of_the_model)
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, Unsupported
-from sluice.options import Bucket, EngineOptions, Features, PlanItem, bucket_tokens, whole_tokens
+from sluice.options import Bucket, Features, PlanItem, bucket_tokens, whole_tokens
 from sluice.serving.attention import NAME, Forward, attention, running_as
 from sluice.serving.graphs import CudaGraphs, PaddedForwards, Padding, Recorder, Staging, Uncaptured
+from sluice.serving.served import engine_options, served_layers
 
 GRAPHS = ("auto", "on", "off")
 
@@ -55,7 +55,7 @@ class PackedModel:
                                   "has none; leave one of them out")
         config = model.config.get_text_config(decoder=True)
         refuse_of_the_model(options)
-        kinds = _served_layers(model, config)
+        kinds = served_layers(model, config)
         self.policy, self._model = policy, model.eval()
         self.context: int = min(context or longest(config), longest(config))
         """Tokens of a sequence, prompt and answer, at most."""
@@ -70,11 +70,11 @@ class PackedModel:
         # A window that no sequence outgrows is none, and the policy chooses in its layers, too.
         windows = [kind.window if kind.window < self.context else 0 for kind in kinds]
         options.setdefault("dense_tokens", dense_tokens(policy, device, ranks_of(model)))
-        made = _engine_options(model, config, kinds, windows=windows if any(windows) else None,
-                               host_bytes=host_bytes // ranks_of(model), sequences=sequences,
-                               largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences,
-                                              max_tokens=self.context),
-                               **options)
+        made = engine_options(model, config, kinds, windows=windows if any(windows) else None,
+                              host_bytes=host_bytes // ranks_of(model), sequences=sequences,
+                              largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences,
+                                             max_tokens=self.context),
+                              **options)
         made.make_room_for(policy, self.context)
         if made.cpu_sequences:
             made.cpu_sequences = sequences
@@ -277,29 +277,3 @@ class PackedModel:
                               f"{self.engine.options.layers}")
         self._ran_compiled = running.compiled == running.layer
         return logits if kept is None or self._keeps else logits[kept]
-
-
-def _engine_options(model: transformers.PreTrainedModel, config: Any, kinds: Sequence[LayerKind],
-                    **options: Any) -> EngineOptions:
-    device = next(model.parameters()).device
-    return EngineOptions(
-        layers=config.num_hidden_layers, **attention_shape(model, config, kinds), **logit_options(model, config, kinds),
-        device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
-        **{**options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
-
-
-def _served_layers(model: transformers.PreTrainedModel, config: Any) -> list[LayerKind]:
-    """All layers; raises Unsupported with the reason if the server cannot serve the model."""
-    refuse(model, config)
-    name, kinds = type(model).__name__, layer_kinds(model, config, windows=True)
-    others = sorted({kind.type for kind in kinds if kind.make is not None})
-    if others:
-        raise Unsupported(f"{name} has layers of {', '.join(others)}; the server takes full_attention and "
-                          "sliding_attention alone. sluice.transformers.enable() has generate() serve the others")
-    parameters = getattr(config, "rope_parameters", None) or {}
-    for each in (parameters, *(part for part in parameters.values() if isinstance(part, dict))):
-        if each.get("rope_type") in ("dynamic", "longrope"):
-            raise Unsupported(f"{name} has rope_type {each['rope_type']}: its positions depend on the longest sequence "
-                              "of a forward, so that answers would depend on other requests; choose linear, yarn or "
-                              "llama3 in its configuration")
-    return kinds

@@ -6,15 +6,14 @@ import array
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from sluice.admission import AdmissionOptions
+from sluice.engine import Engine
 from sluice.errors import Corrupt, Error, InvalidArgument, NotFound, OutOfCapacity
+from sluice.options import EngineOptions
 from sluice.serving.disk import HEAD_BYTES, Folder, page_digests
-
-if TYPE_CHECKING:
-    from sluice.serving.model import PackedModel
 
 _SHARE = 4  # Prefixes are written while less than one in so many of the pages are free or written already.
 _CHOICE = ("prefill_min_budget", "prefill_max_budget", "prefill_lines", "prefill_gamma", "prefill_tau")
@@ -23,23 +22,35 @@ _PAUSE_S = 60.0  # After a disk has refused,
 _AGAIN_S = 0.1  # or another process writes, or as many sequences live as may.
 
 
-def kind_of(model: PackedModel, signature: str) -> str:
-    """A model's signature with what else decides whether an engine can use keys and values. Prompts that were read by
-    another choice of blocks are none of its own."""
-    options = model.engine.options
+def kind_of(options: EngineOptions, signature: str) -> str:
+    """A model's signature with what else decides whether an engine of these options can use keys and values. Prompts
+    that were read by another choice of blocks are none of its own."""
     chosen = [getattr(options, name) for name in _CHOICE] if options.prefill_mode != "full" else []
     return f"{signature}; keys and values {options.kv_dtype}; blocks {chosen}"
 
 
+@dataclass(frozen=True)
+class Found:
+    """What the folder has of a prompt, and the engine has not."""
+
+    name: str
+    gain: int  #: tokens
+
+
+def _print(text: str) -> None:
+    print(f"sluice: {text}", file=sys.stderr, flush=True)
+
+
 class DiskTier:
-    """Of one loop, and its thread. What it cannot do costs time, and no answer.
+    """Of one engine, and the thread that plans its forwards. What it cannot do costs time, and no answer.
 
     The engine gives up first what was let go of first. So long as enough pages are free, or hold what is in the folder
     already, nothing is written; then all that is not, the oldest first. A conversation whose turns come before that is
     written once."""
 
-    def __init__(self, model: PackedModel, folder: Folder) -> None:
-        self._model, self._engine, self._folder = model, model.engine, folder
+    def __init__(self, engine: Engine, policy: str, folder: Folder, say: Callable[[str], None] = _print) -> None:
+        """`policy`: of all sequences. `say`: is told what cannot be done."""
+        self._engine, self._policy, self._folder, self._tell = engine, policy, folder, say
         self._page_tokens = self._engine.options.page_tokens
         self._block_bytes = self._engine.memory().far_pages // max(1, AdmissionOptions.of(self._engine).pages)
         # In host memory alone, by the digest of all full pages: tokens and salt. The one let go of last comes last.
@@ -56,23 +67,34 @@ class DiskTier:
 
     def bring(self, ids: Sequence[int], salt: int) -> None:
         """Has the engine know as much of a prompt as the folder has, if that is worth reading."""
-        known = self._engine.match_prefix(self._model.policy, ids, salt)
+        if (found := self.find(ids, salt)) is not None:
+            self.read(found)
+
+    def find(self, ids: Sequence[int], salt: int) -> Found | None:
+        """What is worth reading of a prompt."""
+        known = self._engine.match_prefix(self._policy, ids, salt)
         if len(ids) - known <= self._page_tokens or time.monotonic() < self._paused_until:
-            return
+            return None
         try:
             self._folder.look()
             self._drop_damaged()
-            found = self._folder.find(ids, page_digests(ids, self._page_tokens, salt))
-            if found is not None:
-                name, alike, tokens = found
-                if alike - known >= self._page_tokens and 2 * (alike - known) >= tokens:
-                    self._read(name, alike - known)
+            name, alike, tokens = self._folder.find(ids, page_digests(ids, self._page_tokens, salt)) or ("", 0, 0)
+        except OSError as error:
+            self._refused(f"cannot be read: {error.strerror or error}")
+            return None
+        gain = alike - known
+        return Found(name, gain) if gain >= self._page_tokens and 2 * gain >= tokens else None
+
+    def read(self, found: Found) -> None:
+        """Has the engine know it. What the engine knows of others may give way."""
+        try:
+            self._read(found.name, found.gain)
         except OSError as error:
             self._refused(f"cannot be read: {error.strerror or error}")
 
     def _read(self, name: str, gain: int) -> None:
         try:
-            self._model.end(self._engine.resume(self._folder.file(name), self._folder.model))
+            self._engine.end(self._engine.resume(self._folder.file(name), self._folder.model))
         except OutOfCapacity:
             return  # Others need the memory; the prompt is read.
         except NotFound:
@@ -96,7 +118,7 @@ class DiskTier:
     def let_go(self, ids: Sequence[int], salt: int) -> None:
         """A sequence of these tokens, which have names, has been ended. Shorter ones that it begins with are part of
         it."""
-        ids = ids[: self._engine.match_prefix(self._model.policy, [*ids, 0], salt)]
+        ids = ids[: self._engine.match_prefix(self._policy, [*ids, 0], salt)]
         digests = page_digests(ids, self._page_tokens, salt)
         if not digests:
             return
@@ -111,7 +133,7 @@ class DiskTier:
         """Of those let go of first, two for each that comes: where nothing can be written they must not grow."""
         for _ in range(2):
             ids, salt = next(iter(self._unwritten.values()), (None, 0))
-            if ids is None or self._engine.match_prefix(self._model.policy, [*ids, 0], salt) == len(ids):
+            if ids is None or self._engine.match_prefix(self._policy, [*ids, 0], salt) == len(ids):
                 return
             self._unwritten.popitem(last=False)
 
@@ -152,7 +174,8 @@ class DiskTier:
     def _write(self, ids: Sequence[int], salt: int) -> bool:
         """Whether it need not come again. The folder's lock is held."""
         try:
-            sequence = self._model.begin([*ids, 0], salt)  # The last one is never among those that are found.
+            # The last token is never among those that are found.
+            sequence = self._engine.begin(self._policy, [*ids, 0], salt)
         except Error:  # As many sequences live as may, or the engine is lost, which others tell.
             return False
         name = ""
@@ -174,7 +197,7 @@ class DiskTier:
             self._refused(f"cannot be written to: {error}")
             return False
         finally:
-            self._model.end(sequence)
+            self._engine.end(sequence)
 
     def _drop_damaged(self) -> None:
         for name in self._folder.take_damaged():
@@ -187,4 +210,4 @@ class DiskTier:
         self._say(what)
 
     def _say(self, what: str) -> None:
-        print(f"sluice: --disk {self._folder.path}: {what}", file=sys.stderr, flush=True)
+        self._tell(f"{self._folder.option} {self._folder.path}: {what}")

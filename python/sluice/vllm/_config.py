@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -17,7 +18,7 @@ OWNER = "--additional-config.sluice."
 """What messages have before names of options."""
 
 BACKEND = "sluice.vllm.Backend"
-_SCHEDULERS = {False: "sluice.vllm.Scheduler", True: "sluice.vllm.AsyncScheduler"}
+SCHEDULERS = {False: "sluice.vllm.Scheduler", True: "sluice.vllm.AsyncScheduler"}
 # Of EngineOptions, what sets them.
 _OTHERS = {**dict.fromkeys(("layers", "q_heads", "kv_heads", "head_dim", "scale", "softcap", "windows"), "the model"),
            "device": "vLLM", "sequences": "--max-num-seqs", "in_flight": "--async-scheduling",
@@ -35,6 +36,8 @@ class Settings:
     host_bytes: int = Server.host_bytes
     near_bytes: int | None = None
     prefixes: bool = False  #: prompts begin with what is known of them
+    disk: Path | None = None  #: a folder for prefixes that host memory has no room for
+    disk_bytes: int = 0  #: and what they may take there
     options: dict[str, Any] = field(default_factory=dict)  #: others of EngineOptions
 
 
@@ -50,9 +53,20 @@ def settings_of(config: Any) -> Settings:
     policy = options.pop("policy", Settings.policy)
     host_bytes = _bytes("host_bytes", options.pop("host_bytes", Settings.host_bytes))
     near_bytes, prefixes = options.pop("near_bytes", None), options.pop(_PREFIXES, False)
+    disk, disk_bytes = _disk(options.pop("disk", None), options.pop("disk_bytes", None))
     check_options(options, policy, OWNER, _OTHERS)
     return Settings(policy, host_bytes, None if near_bytes is None else _bytes("near_bytes", near_bytes),
-                    bool(prefixes), options)
+                    bool(prefixes), disk, disk_bytes, options)
+
+
+def _disk(path: Any, most_bytes: Any) -> tuple[Path | None, int]:
+    if (path is None) != (most_bytes is None):
+        raise InvalidArgument(f"{OWNER}disk and {OWNER}disk_bytes belong together; give both, or neither")
+    if path is None:
+        return None, 0
+    if not isinstance(path, str) or not path:
+        raise InvalidArgument(f"{OWNER}disk is {path!r}; it must be the name of a folder")
+    return Path(path), _bytes("disk_bytes", most_bytes)
 
 
 def _bytes(name: str, value: Any) -> int:
@@ -77,7 +91,7 @@ def adapt(config: Any) -> None:
         if isinstance(config.additional_config, dict):
             config.additional_config["sluice"] = {**config.additional_config.get("sluice", {}), _PREFIXES: True}
     if config.scheduler_config.scheduler_cls is None:
-        config.scheduler_config.scheduler_cls = _SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
+        config.scheduler_config.scheduler_cls = SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
     if current_platform.is_cpu():
         # Or vLLM would look for memory of its own for them.
         config.cache_config.kv_cache_memory_bytes = settings.host_bytes
@@ -87,6 +101,8 @@ def refuse(config: Any, settings: Settings) -> None:
     """Raises Unsupported or InvalidArgument if Sluice cannot serve a configuration."""
     _refuse_model(config.model_config)
     _refuse_cache(config, settings)
+    if settings.disk is not None:
+        _refuse_disk(config, settings)
     parallel, attention = config.parallel_config, config.attention_config
     for wrong, what, remedy in (
         (config.speculative_config is not None, "speculative decoding, whose lengths are upper bounds when a forward "
@@ -139,3 +155,17 @@ def _refuse_cache(config: Any, settings: Settings) -> None:
     if cache.kv_cache_memory_bytes not in (None, settings.host_bytes) or cache.num_gpu_blocks_override is not None:
         raise InvalidArgument("--kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE and --num-gpu-blocks-override say how "
                               f"much vLLM itself keeps, which is nothing: leave them out, and give {OWNER}host_bytes")
+
+
+def _refuse_disk(config: Any, settings: Settings) -> None:
+    parallel, scheduler = config.parallel_config, config.scheduler_config.scheduler_cls
+    for wrong, why in (
+        (not settings.prefixes and not config.cache_config.enable_prefix_caching,
+         "--no-enable-prefix-caching keeps no prefixes"),
+        (parallel.distributed_executor_backend != "uni" or parallel.world_size > 1,
+         "the worker must be in the scheduler's process, and it is not with several GPUs, nor with "
+         "--distributed-executor-backend mp, which a CPU has unless VLLM_ENABLE_V1_MULTIPROCESSING is 0"),
+        (scheduler not in (None, *SCHEDULERS.values()), "--scheduler-cls names another scheduler than Sluice's"),
+    ):
+        if wrong:
+            raise InvalidArgument(f"{OWNER}disk is for prefixes of prompts, and {why}; leave one of them out")

@@ -56,7 +56,9 @@ def engine_options(config: Any, layers: Sequence[Any], settings: Settings, devic
     made = EngineOptions(
         layers=len(layers), **_shape(layers), **_logits(layers), windows=windows if any(windows) else None,
         device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", host_bytes=host_bytes,
-        near_bytes=settings.near_bytes if device.type == "cpu" else None, sequences=scheduler.max_num_seqs,
+        near_bytes=settings.near_bytes if device.type == "cpu" else None,
+        # One more for a prefix on its way to the disk or from there, so that requests leave room for it.
+        sequences=scheduler.max_num_seqs + (settings.disk is not None),
         in_flight=2, window_slack=0, prompt_queries=1,
         largest=Bucket(decode_rows=scheduler.max_num_seqs, prefill_rows=scheduler.max_num_batched_tokens,
                        prefills=scheduler.max_num_seqs, max_tokens=context), **options)

@@ -2,7 +2,7 @@
 
 A step of vLLM is one forward:
 
-    known, expect    of prompts, when vLLM schedules the step
+    bring, known, expect    of prompts, when vLLM schedules the step
     start(ended)     requests that have ended or lost their memory give up their sequences
     plan(rows)       once, when vLLM builds its metadata
     attend(...)      once for each layer; after an error the model runs on, with attention of 0
@@ -24,6 +24,7 @@ from typing import Any
 from sluice.engine import Engine
 from sluice.errors import Error, InternalError, OutOfCapacity
 from sluice.options import Bucket, Features, PlanItem, bucket_tokens
+from sluice.serving.tier import DiskTier
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Prompt:
 
     ids: Sequence[int]
     salt: int  #: what keys and values depend on besides the ids
+    stored: bool = False  #: a disk may have it: ids and salt say all that keys and values depend on, for good
 
 
 @dataclass
@@ -57,21 +59,24 @@ class _Flight:
 class _Sequence:
     number: int
     tokens: int = 0  #: with those of forwards that are under way
+    prompt: Prompt | None = None  #: None: its tokens have no names
 
 
 class Forwards:
     """Not to be used by two threads at once."""
 
     def __init__(self, engine: Engine, policy: str, *, ahead: int = 0, goes_on: bool = True,
-                 graphs: bool = False) -> None:
+                 graphs: bool = False, disk: DiskTier | None = None) -> None:
         """`engine` has as many `prompt_queries` as the policy wants, or 1, and no bound of `prefix_bytes`. `goes_on`: a
         forward that fails ends its requests, by `failed`; else its error is raised. `graphs`: forwards of single tokens
-        may be replayed from graphs, which are captured for the longest context."""
+        may be replayed from graphs, which are captured for the longest context. `disk`: has prefixes that host memory
+        has no room for, and the engine one sequence more than requests have."""
         self.engine, self._policy, self._ahead, self._goes_on = engine, policy, ahead, goes_on
         self._graphs = graphs
+        self.disk = disk  #: it may be left, and then has nothing of prompts and is given nothing
         self._sequences: dict[str, _Sequence] = {}
         self._prompts: dict[str, Prompt] = {}  # Of requests whose first tokens are in the next step.
-        self._leaving: list[int] = []  # Sequences without a request, which forwards under way may have.
+        self._leaving: list[_Sequence] = []  # Without a request; forwards under way may have them.
         self._flights: deque[_Flight] = deque()
         self._failed: set[str] = set()
         self._broken: set[str] = set()  # Those that failed and have not ended yet.
@@ -97,6 +102,22 @@ class Forwards:
     def __len__(self) -> int:
         """Requests that have sequences."""
         return len(self._sequences)
+
+    def bring(self, prompt: Prompt) -> bool:
+        """Has the engine know what the disk has of a prompt. False: not in this step, as requests that begin in it
+        expect what might give way."""
+        if self.disk is None or not prompt.stored:
+            return True
+        with contextlib.suppress(Error):  # An engine that has failed says so to a forward.
+            found = self.disk.find(prompt.ids, prompt.salt)
+            if found is None:
+                return True
+            if any(map(self.known, self._prompts.values())):
+                return False
+            if len(self._sequences) + len(self._leaving) >= self.engine.options.sequences:
+                self._settle(0)
+            self.disk.read(found)
+        return True
 
     def known(self, prompt: Prompt) -> int:
         """How many of a prompt's first tokens need not come; whole pages, and never the last token."""
@@ -163,6 +184,9 @@ class Forwards:
         self._prompts.clear()  # A forward that failed may have left some.
         if self._error is not None or raised:
             self._give_up()
+        if self.disk is not None:
+            with contextlib.suppress(Error):
+                self.disk.spill()  # Beside the forward, where there is a GPU.
 
     def failed(self) -> set[str]:
         """Requests of forwards that came to nothing since this was called last. Without forwards ahead the newest is
@@ -210,7 +234,7 @@ class Forwards:
         # wants the queries of the last tokens of what is asked for.
         begun = prompt.ids[: rows.first + self.engine.options.prompt_queries]
         number = self._begin(begun, prompt.salt)
-        self._sequences[rows.request] = kept = _Sequence(number, self.engine.tokens(number))
+        self._sequences[rows.request] = kept = _Sequence(number, self.engine.tokens(number), prompt)
         if kept.tokens != rows.first:
             if not self._goes_on:
                 raise InternalError(f"request {rows.request} was to begin with {rows.first} known tokens, and the "
@@ -231,7 +255,7 @@ class Forwards:
         """Gives up a request's sequence, if it has one."""
         kept = self._sequences.pop(request, None)
         if kept is not None:
-            self._leaving.append(kept.number)
+            self._leaving.append(kept)
         return kept is not None
 
     def _settle(self, left: int) -> None:
@@ -244,10 +268,18 @@ class Forwards:
             except Error as error:
                 self._lose(error)
         busy = {sequence for flight in self._flights for sequence in flight.sequences}
-        for sequence in self._leaving:
-            if sequence not in busy:
-                self.engine.end(sequence)
-        self._leaving = [sequence for sequence in self._leaving if sequence in busy]
+        left, self._leaving = self._leaving, [each for each in self._leaving if each.number in busy]
+        for each in left:
+            if each.number not in busy:
+                self._end(each)
+
+    def _end(self, kept: _Sequence) -> None:
+        """What is known of its tokens stays for others, until memory is needed."""
+        tokens = self.engine.tokens(kept.number)
+        self.engine.end(kept.number)
+        if self.disk is not None and kept.prompt is not None and kept.prompt.stored:
+            with contextlib.suppress(Error):
+                self.disk.let_go(kept.prompt.ids[:tokens], kept.prompt.salt)
 
     def _lose(self, error: Error) -> None:
         """The oldest forward did not get to its end, and so none behind it has what it builds on."""

@@ -13,8 +13,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (KVConnectorBase_V1, KVConnectorMetadata,
                                                                KVConnectorRole, SupportsHMA)
+from vllm.logger import init_logger
 
 from sluice.vllm._forwards import Forwards, Prompt
+
+logger = init_logger("vllm.sluice")
 
 
 class Prefixes(KVConnectorBase_V1, SupportsHMA):
@@ -26,25 +29,31 @@ class Prefixes(KVConnectorBase_V1, SupportsHMA):
         self._role = KVConnectorRole.SCHEDULER
         self._forwards = forwards
         self._ids: dict[str, array.array[int]] = {}  # Of requests that wait: they may be asked for at every step.
+        self._brought: set[str] = set()  # Of these, what the disk had: a prompt is looked for there once.
         self._resets = 0
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """None has vLLM ask again at its next step."""
         if not _is_text(request) or request.skip_reading_prefix_cache:
             return 0, False
-        known = self._forwards.known(Prompt(self._ids_of(request), self._salt(request)))
-        return max(0, known - num_computed_tokens), False
+        prompt = self._prompt_of(request)
+        if request.request_id not in self._brought:
+            if not self._forwards.bring(prompt):
+                return None, False
+            self._brought.add(request.request_id)
+        return max(0, self._forwards.known(prompt) - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request is in the step that is being scheduled."""
         if _is_text(request):
-            self._forwards.expect(request.request_id, Prompt(self._ids_of(request), self._salt(request)))
-        self._ids.pop(request.request_id, None)
+            self._forwards.expect(request.request_id, self._prompt_of(request))
+        self._forget(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()
 
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, None]:
-        self._ids.pop(request.request_id, None)
+        self._forget(request)
         return False, None
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[Sequence[int], ...]) -> tuple[bool, None]:
@@ -53,6 +62,9 @@ class Prefixes(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         """What is known now is not found any more; it gives way when memory is needed."""
         self._resets += 1
+        if self._forwards.disk is not None:
+            logger.info("Prefixes on disk are not used any more, as weights may not be those of the model's files.")
+            self._forwards.disk = None
         return True
 
     # The worker's side, which nothing calls.
@@ -60,6 +72,15 @@ class Prefixes(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None: ...
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None: ...
     def wait_for_save(self) -> None: ...
+
+    def _prompt_of(self, request: Any) -> Prompt:
+        # What an adapter is called says nothing of it in another process.
+        return Prompt(self._ids_of(request), self._salt(request), request.lora_request is None)
+
+    def _forget(self, request: Any) -> None:
+        """It does not wait any more."""
+        self._ids.pop(request.request_id, None)
+        self._brought.discard(request.request_id)
 
     def _ids_of(self, request: Any) -> array.array[int]:
         """Of a request that comes again, with what it has answered."""

@@ -18,6 +18,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from sluice.errors import Error, InvalidArgument, Unsupported
 from sluice.vllm._backend import Attention, link, unlink
 from sluice.vllm._config import BACKEND, refuse, settings_of
+from sluice.vllm._disk import disk_of
 from sluice.vllm._engine import block_bytes, in_order, make_engine
 from sluice.vllm._forwards import Forwards
 from sluice.vllm._scheduler import FAILED
@@ -75,6 +76,7 @@ class Worker(_Worker):
         engine = make_engine(config, layers, settings, self.device, device_bytes)
         try:
             available = block_bytes(engine, config, sum(spec.page_size_bytes for spec in specs.values()))
+            disk = disk_of(config, settings, engine)
         except BaseException:
             engine.close()
             raise
@@ -84,7 +86,7 @@ class Worker(_Worker):
         self._link.forwards = Forwards(
             engine, settings.policy, ahead=int(bool(scheduler.async_scheduling)),
             goes_on=alone and str(scheduler.scheduler_cls).startswith("sluice.vllm."),
-            graphs=not current_platform.is_cpu() and graphs.has_full_cudagraphs())
+            graphs=not current_platform.is_cpu() and graphs.has_full_cudagraphs(), disk=disk)
         made = engine.options
         logger.info("Sluice keeps %d layers of keys and values (%s, policy %s) in %.2f GiB of host memory%s.",
                     made.layers, made.kv_dtype, settings.policy, made.host_bytes / 2**30,

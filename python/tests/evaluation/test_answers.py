@@ -162,7 +162,7 @@ def test_a_real_model(testbed: Setup) -> None:
 
 def test_tasks_of_a_real_model(testbed: Setup, tmp_path: Path) -> None:
     """It answers them, and does not where it sees only the newest tokens."""
-    make = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "testbed_tasks.py"))["make"]
+    make = runpy.run_path(str(Path(__file__).parents[3] / "tools" / "lab" / "benchmarks" / "testbed_tasks.py"))["make"]
     path = tmp_path / "tasks.jsonl"
     lines = [make(kind, 768, 1) for kind in ("niah", "multikey", "kv")]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

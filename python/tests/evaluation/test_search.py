@@ -1,4 +1,4 @@
-"""benchmarks/search.py measures what eval does, and nothing twice."""
+"""tools/lab/benchmarks/search.py measures what eval does, and nothing twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from saved import DEVICE, KV
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "lab" / "benchmarks"))
 
 import search  # noqa: E402
 

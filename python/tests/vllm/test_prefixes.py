@@ -72,7 +72,7 @@ def test_salts_keep_prompts_apart(engine: Engine) -> None:
 def test_adapters_keep_prompts_apart() -> None:
     """Also one that has the name of another, which was unloaded."""
     salts: list[int] = []
-    prefixes = Prefixes(SimpleNamespace(known=lambda prompt: salts.append(prompt.salt) or 0))
+    prefixes = Prefixes(SimpleNamespace(known=lambda prompt: salts.append(prompt.salt) or 0, bring=lambda prompt: True))
     for adapter in (None, ("a", 1, "one"), ("b", 2, "two"), ("a", 3, "two"), ("a", 1, "one")):
         lora = None if adapter is None else SimpleNamespace(
             **dict(zip(("lora_name", "lora_int_id", "lora_path"), adapter)))

@@ -25,7 +25,7 @@ models_parts() {
 lines() {
   name=$1 script=$2
   shift 2
-  (cd "$root/python" && "$python" "benchmarks/$script.py" "$@") >"$out/$name.lines"
+  "$python" "$root/tools/lab/benchmarks/$script.py" "$@" >"$out/$name.lines"
   python3 "$root/tools/lab/record/lines.py" "$out/$name.lines" "$("$sluice" --version)" >"$out/$name.json.new"
   mv "$out/$name.json.new" "$out/$name.json"
   rm "$out/$name.lines"

@@ -1,7 +1,7 @@
 # shellcheck shell=sh disable=SC2154
 # Parts of the record that hold policies against dense attention on models that others have trained: sourced by record.sh, which sets
 # python, root, sluice, device and out. They are there where the models are named, as tools/models.sh makes them:
-#   RECORD_REAL="NAME=DIR ..."         (absolute paths) texts of 8,000 and 30,000 tokens, as long as the model takes
+#   RECORD_REAL="NAME=DIR ..."         texts of 8,000 and 30,000 tokens, as long as the model takes
 #   RECORD_REAL_TASKS="NAME=FILE ..."  and answers to tasks of `python -m sluice eval --make-tasks`
 # What the CPU chooses is decoded token by token: fewer tokens and prompts are asked of it.
 
@@ -30,10 +30,10 @@ named() {
 search() {
   name=$1
   shift
-  lines=$(cd "$out" && pwd)/$name.lines
+  lines=$out/$name.lines
   rm -f "$lines"
-  (cd "$root/python" && "$python" benchmarks/search.py --out "$lines" --option answer_timeout_ms=20000 \
-    --device "$([ "$device" = host ] && echo cpu || echo "$device")" "$@") >/dev/null
+  "$python" "$root/tools/lab/benchmarks/search.py" --out "$lines" --option answer_timeout_ms=20000 \
+    --device "$([ "$device" = host ] && echo cpu || echo "$device")" "$@" >/dev/null
   python3 "$root/tools/lab/record/lines.py" "$lines" "$("$sluice" --version)" >"$out/$name.json.new"
   mv "$out/$name.json.new" "$out/$name.json"
   rm "$lines"

@@ -1,6 +1,6 @@
 """Whether a server's memory stays flat: requests with tools, JSON schemas and responses, each with names of its own.
 
-`python benchmarks/memory.py --model DIR --requests 2000` from python/ starts `python -m sluice serve` with what follows
+`python tools/lab/benchmarks/memory.py --model DIR --requests 2000` starts `python -m sluice serve` with what follows
 `--`, and asks it from several threads. A model without a chat template gets one that knows tools. The resident memory
 of the web server and of the engine's process is taken every hundred requests. A line of JSON has all of it in MiB; the
 exit code is 1 if the newest quarter's median is more than `--growth` MiB above the second quarter's, or if an answer

@@ -1,7 +1,7 @@
 """Time to read a prompt and to decode a token of a model of Llama's 8B shape in transformers: with its own cache on the
 device, with its own cache in host memory, and with Sluice, in one run. Random weights and tokens.
 
-`python benchmarks/generate.py --tokens 32K --caches device,offloaded,full,sluice` from python/; a name that is none of
+`python tools/lab/benchmarks/generate.py --tokens 32K --caches device,offloaded,full,sluice`; a name that is none of
 the library's caches is a policy of Sluice. With `--device cpu` and a few layers it shows that it runs. Under
 `torchrun --nproc-per-node N` the ranks share the model, and rank 0 tells what it measured."""
 

@@ -1,6 +1,6 @@
 """What answers notice of a long prompt that is read beside them, and what it costs the prompt.
 
-`python benchmarks/beside.py --compile` from python/: eight answers of a model of Llama's 8B shape, random weights and
+`python tools/lab/benchmarks/beside.py --compile`: eight answers of a model of Llama's 8B shape, random weights and
 tokens, each after 2,048 tokens, decode alone, and then while a prompt of 130,000 tokens is read; in this process and
 without HTTP, once for each of `--slowdowns`. That it runs is shown on the CPU by `--device cpu --layers 2 --hidden 256
 --heads 4 --kv-heads 2 --vocabulary 1000 --dtype float32 --prompt 3000`."""

@@ -1,7 +1,8 @@
 """A server under clients of many kinds: what it answers in a second, how long tokens take, and what is left behind.
 
-`python benchmarks/clients.py --make DIR` saves a model of Llama's 8B shape, of random weights, with a tokenizer.
-`python benchmarks/clients.py --model DIR --clients 64 --seconds 600 --leave 0.33 -- --sequences 64` from python/ starts
+`python tools/lab/benchmarks/clients.py --make DIR` saves a model of Llama's 8B shape, of random weights, with a
+tokenizer.
+`python tools/lab/benchmarks/clients.py --model DIR --clients 64 --seconds 600 --leave 0.33 -- --sequences 64` starts
 `python -m sluice serve` with what follows the second `--`, and has that many clients ask it over HTTP: each sends a
 prompt of random tokens, reads the answer as it streams or goes away in the middle, and begins anew. Lengths are drawn
 evenly by their logarithm. Memory is told as time passes, and once more when nobody asks any longer; that there were no

@@ -1,6 +1,6 @@
 """A server that is treated badly, for a while: nothing may be lost, and /health is right each time.
 
-`python benchmarks/soak.py --model DIR --seconds 600` from python/ starts `python -m sluice serve` under `ulimit -n 256`.
+`python tools/lab/benchmarks/soak.py --model DIR --seconds 600` starts `python -m sluice serve` under `ulimit -n 256`.
 Clients ask it, whose greedy answers must stay the same; others go away, send half a request, garbage or the wrong key,
 or hold hundreds of connections and say nothing. Meanwhile the engine's process is stopped (SIGSTOP) for longer than
 --silence, the web server is stopped, and the engine is killed and the server started again: /health must say 503 as

@@ -1,6 +1,6 @@
 """Tokens per second, time to the first token and time per token of the server's loop, with CUDA graphs and without.
 
-`python benchmarks/serve.py --prompt 4K --answer 128 --graphs on,off` from python/ serves a model of Llama's 8B shape,
+`python tools/lab/benchmarks/serve.py --prompt 4K --answer 128 --graphs on,off` serves a model of Llama's 8B shape,
 of random weights and tokens, in this process and without HTTP. As many requests are under way as `--concurrency` says;
 one that ends makes place for the next. Times per token are those between two tokens of one answer: what another
 request's prompt takes is part of them. That it runs is shown on the CPU by

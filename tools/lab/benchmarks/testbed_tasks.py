@@ -1,7 +1,7 @@
 """Tasks of which the model in tests/data/testbed knows the form (its README has them), as `python -m sluice eval
 --tasks` reads them: token ids, a byte being its own.
 
-`python benchmarks/testbed_tasks.py --tasks niah,multikey,kv --lengths 2K,8K --count 8 >tasks.jsonl` from python/. The
+`python tools/lab/benchmarks/testbed_tasks.py --tasks niah,multikey,kv --lengths 2K,8K --count 8 >tasks.jsonl`. The
 same arguments give the same tasks. `sluice eval` draws others of the same kind."""
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 eager attention, another order of the same sums), all in bf16, each held against the same model in float32 with sdpa.
 Random weights and tokens: a prompt in chunks, then tokens one by one, the same for all.
 
-`python benchmarks/logits.py --tokens 8K` from python/. An attention within the noise of bf16 is as far from float32 as
+`python tools/lab/benchmarks/logits.py --tokens 8K`. An attention within the noise of bf16 is as far from float32 as
 the library's own is. With `--device cpu --layers 2` it shows that it runs."""
 
 from __future__ import annotations

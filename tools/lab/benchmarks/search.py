@@ -1,12 +1,11 @@
 """How near policies come to dense attention on real models: one table over models, texts, lengths and tasks.
 
-    python benchmarks/search.py --model smollm2=DIR --model qwen=DIR --text prose --text code --tokens 8192,30000 \\
-      --tasks qwen=FILE --policies "sluice;exact | int4 | sample=64" --out found.jsonl
+    python tools/lab/benchmarks/search.py --model smollm2=DIR --model qwen=DIR --text prose --text code \\
+      --tokens 8192,30000 --tasks qwen=FILE --policies "sluice;exact | int4 | sample=64" --out found.jsonl
 
-from python/, with models as `tools/models.sh` fetches them. It measures what `python -m sluice eval` does, and loads
-each model once. A line of --out is one policy on one text, or on one length of tasks; what --out has is not measured
-again, so that a run that was ended goes on where it was. `--table` and `--by-policy` print what --out has, and run
-nothing."""
+with models as `tools/models.sh` fetches them. It measures what `python -m sluice eval` does, and loads each
+model once. A line of --out is one policy on one text, or on one length of tasks; what --out has is not measured again,
+so that a run that was ended goes on where it was. `--table` and `--by-policy` print what --out has, and run nothing."""
 
 from __future__ import annotations
 
