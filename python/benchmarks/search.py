@@ -30,7 +30,7 @@ from sluice.serving.arguments import device_of, number, option, size
 
 _KEPT = ("kl_mean", "kl_mean_95", "kl_over_floor", "kl_p99", "perplexity_ratio", "same_token", "accuracy", "right",
          "prompts", "same_answer", "attended", "whole", "bytes", "near_bytes", "far_bytes", "link_bytes",
-         "choice_bytes")
+         "choice_bytes", "prompt_blocks")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,8 @@ class Reading:
     far: float  #: in host memory, by the CPU, what it read to choose included
     link: float  #: in host memory, by the device over the link
     choice: float  #: of copies and digests by which the device chose
+    #: Of dense attention's blocks of keys, those that the prompt's queries attended where they were chosen; 1: nowhere.
+    prompt_blocks: float = 1.0
 
     @property
     def bytes(self) -> float:
@@ -51,6 +53,13 @@ def read_since(engine: Engine, before: Stats, seen: int) -> Reading:
                    (code * grown("estimated") + 2 * near_row * grown("ranked_pages")) / whole)
 
 
+def prompt_blocks_since(engine: Engine, before: Stats) -> float:
+    """Reading.prompt_blocks of a prompt that was read since."""
+    after = engine.stats()
+    causal = after.causal_blocks - before.causal_blocks
+    return (after.kept_blocks - before.kept_blocks) / causal if causal else 1.0
+
+
 def mean(readings: Sequence[Reading | None]) -> Reading | None:
     """Of sequences of about the same length; None if there is none."""
     known = [each for each in readings if each is not None]
@@ -64,4 +73,5 @@ def told(reading: Reading | None) -> dict[str, float | bool | None]:
     if reading is None:
         return {"attended": None}
     return {"attended": reading.attended, "whole": reading.whole, "bytes": reading.bytes,
-            **{f"{name}_bytes": getattr(reading, name) for name in ("near", "far", "link", "choice")}}
+            **{f"{name}_bytes": getattr(reading, name) for name in ("near", "far", "link", "choice")},
+            "prompt_blocks": reading.prompt_blocks}

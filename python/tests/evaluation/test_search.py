@@ -70,6 +70,7 @@ def test_prompts_that_are_read_sparsely_are_held_against_those_that_are_not(run:
             if row["policy"] == "full"}
     dense, sparse, whole = (rows["text", name] for name in ("full", "flexprefill@0.01", "flexprefill@1+lines"))
     assert dense["kl_over_floor"] == 1
+    assert [row["prompt_blocks"] for row in (dense, whole)] == [1, 1] and sparse["prompt_blocks"] < 1
     assert sparse["kl_mean"] > 10 * dense["kl_mean"]
     assert sparse["kl_over_floor"] == pytest.approx(sparse["kl_mean"] / dense["kl_mean"])
     assert whole["kl_mean"] < sparse["kl_mean"] / 10
