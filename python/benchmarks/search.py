@@ -30,7 +30,7 @@ from sluice.serving.arguments import device_of, number, option, size
 
 _KEPT = ("kl_mean", "kl_mean_95", "kl_over_floor", "kl_p99", "perplexity_ratio", "same_token", "accuracy", "right",
          "prompts", "same_answer", "attended", "whole", "bytes", "near_bytes", "far_bytes", "link_bytes",
-         "choice_bytes", "prompt_blocks")
+         "choice_bytes", "prompt_blocks", "bypassed", "coverage")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Search:
             options["near_bytes"] = wants.near_bytes
         config = load_config(folder).get_text_config(decoder=True)
         model = load_model(folder, wants.dtype, **own_attention(config)).to(device_of(wants)).eval()
-        self.dense = self.setup = Setup(model, wants.prefill_rows, wants.host_bytes, options)
+        self.dense = self.setup = Setup(model, wants.prefill_rows, wants.host_bytes, options, wants.audit)
         self.context, self.ends = longest(config), end_ids(model)
         self.vocabulary = Tokenizer(folder)
 
@@ -258,6 +258,7 @@ def arguments() -> argparse.Namespace:
     add("--prefill", default=["full"], type=_prefills, metavar="WAYS",
         help="semicolon list of full, flexprefill@GAMMA, auto@GAMMA, with +lines or not (full)")
     add("--out", type=Path, required=True, help="a line of JSON for each result")
+    add("--audit", action="store_true", help="also report the heads that a bypass spared, and coverage")
     add("--table", action="store_true", help="of what --out has; run nothing")
     add("--by-policy", action="store_true", help="likewise, a line for each policy")
     add("--seconds", type=float, default=float("inf"), help="begin nothing new afterwards")

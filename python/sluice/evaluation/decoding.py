@@ -13,8 +13,8 @@ import transformers
 
 from sluice._transformers_support import longest
 from sluice.errors import Error, InternalError, OutOfCapacity
-from sluice.evaluation.reading import Reading, prompt_blocks_since, read_since
-from sluice.options import Bucket, EngineOptions
+from sluice.evaluation.reading import Reading, audited, prompt_blocks_since, read_since
+from sluice.options import Bucket, EngineOptions, Features
 from sluice.transformers import Enabled, enable_for, options_for
 
 ROWS = 128
@@ -29,6 +29,7 @@ class Setup:
     chunk: int  #: tokens of a prompt that go through the model at once
     host_bytes: int
     options: dict[str, Any] = field(default_factory=dict)  #: others of EngineOptions
+    audit: bool = False  #: what tokens attend is held against exact attention, see `Reading`
 
 
 class Subject:
@@ -114,8 +115,9 @@ class Session:
         """What the session's tokens have attended and read; None of a model's own attention."""
         if self._before is None or not self._seen:
             return None
-        return replace(read_since(self._subject.enabled.engine, self._before, self._seen),
-                       prompt_blocks=self._prompt_blocks)
+        engine = self._subject.enabled.engine
+        reading = replace(read_since(engine, self._before, self._seen), prompt_blocks=self._prompt_blocks)
+        return audited(engine, self._cache.rows.sequences, reading)
 
 
 def chooses_on_cpu(policy: str) -> bool:
@@ -150,7 +152,7 @@ def _arguments(setup: Setup, policies: Sequence[str], rows: int) -> tuple[Any, .
     # No more than go through the decoder at once, and no longer than the model takes: an engine has room for scores of
     # as many rows times as many tokens, which of a small model's 8 GiB would be more than a machine has.
     largest = Bucket(decode_rows=min(rows, ROWS, setup.chunk), prefill_rows=setup.chunk, prefills=1,
-                     max_tokens=longest(_config(setup)))
+                     max_tokens=longest(_config(setup)), features=Features.AUDIT if setup.audit else Features.NONE)
     return setup.model, ordered, setup.host_bytes, largest, 2, dict(setup.options)
 
 

@@ -80,6 +80,17 @@ def test_prompts_that_are_read_sparsely_are_held_against_those_that_are_not(run:
     assert out.read_text() == before
 
 
+def test_audits_tell_coverage_and_bypassed_heads(run: Callable[..., str], tmp_path: Path) -> None:
+    sparse = "exact | top_k=8 | near=0%,sinks=4,recent=0"
+    bypass = sparse + " | bypass=0.0001,variance=off,growth=off"
+    run("--audit", "--policies", f"{sparse};{bypass}")
+    rows = {row["policy"]: row for row in map(json.loads, (tmp_path / "found.jsonl").read_text().splitlines())
+            if row["of"] == "text"}
+    assert [rows[policy]["bypassed"] for policy in ("full", sparse)] == [0, 0]
+    assert rows["full"]["coverage"] == pytest.approx(1) and 0 < rows[sparse]["coverage"] < 1
+    assert 0 < rows[bypass]["bypassed"] < 1
+
+
 @pytest.mark.parametrize("name", ["flex@0.9", "flexprefill", "full@1", "flexprefill@much", "flexprefill@0.9+rows"])
 def test_a_way_to_read_prompts_that_there_is_not(name: str) -> None:
     with pytest.raises(search.InvalidArgument, match="write full, flexprefill@GAMMA"):
