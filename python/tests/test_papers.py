@@ -17,12 +17,27 @@ def section(name: str) -> str:
     return PAGE.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
 
 
-def rows_of(name: str) -> dict[str, list[str]]:
-    """Cells of the rows of a section's tables behind the first two: what Sluice has comes first."""
-    lines = [line for line in section(name).splitlines() if line.startswith("| ") and not line.startswith("| result |")]
+def rows_of(name: str, header: str = "result") -> dict[str, list[str]]:
+    """Cells of the rows of a section's table behind the first two: of results, what Sluice has comes first."""
+    table = section(name).partition(f"\n| {header} |")[2].partition("\n\n")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
     cells = [[cell.strip().replace("\x01", "|") for cell in line.replace("\\|", "\x01").strip("|").split("|")]
              for line in lines]
     return {row[0].replace("`", ""): row[2:] for row in cells}
+
+
+def noted(name: str, column: str, **wanted: str) -> str:
+    """Of the last row of a page of raw data that has these cells."""
+    header: list[str] = []
+    found = []
+    lines = (DATA / name).read_text().splitlines()
+    for line, below in zip(lines, lines[1:]):
+        cells = [cell.strip(" `").replace("\x01", "|") for cell in line.replace("\\|", "\x01").strip("|").split("|")]
+        if below.startswith(("|--", "|:-")):
+            header = cells
+        elif all(dict(zip(header, cells)).get(key) == value for key, value in wanted.items()):
+            found.append(dict(zip(header, cells))[column])
+    return found[-1]
 
 
 def list_of(values: Iterable[float], digits: int = 2, between: str = ", ") -> str:
@@ -61,8 +76,6 @@ LFPS: dict[str, Callable[[], str]] = {
     "x exact top-k, four query heads per KV head": lambda: list_of(core("lfps_sweep", "speedup_over_topk"), 1),
     "keys scored, alpha 0.1, at 4K, 128K": lambda: "{0:.1%}, {3:.1%}".format(
         *core("lfps_alpha", "expanded_share", "lfps:alpha=0.1")),
-    "tokens in common with exact top-k at 4K, 128K": lambda: "{0:.0%}, {3:.0%}".format(
-        *core("lfps_sweep_mha", "topk_overlap")),
     "8 sequences, whole model": lambda: f"{served('hybrid/lfps'):.0f} tokens/s on 16 cores",
     "the same, x Quest": lambda: f"{served('hybrid/lfps') / served('hybrid/quest'):.1f}",
     "the same, x exact top-k": lambda: f"{served('hybrid/lfps') / served('hybrid/topk'):.1f}",
@@ -108,7 +121,8 @@ FLEXPREFILL: dict[str, Callable[[], list[str]]] = {
 
 
 def held(name: str, part: str, policy: str) -> float:
-    (row,) = [row for row in reports(raw(name)[part], "held") if row["policy"] == policy]
+    found = raw(name)[part]
+    (row,) = [row for row in found.get("results", found)["held"] if row["policy"] == policy]
     return row["rate_per_s"]
 
 
@@ -160,9 +174,8 @@ def quest_preset() -> str:
 
 
 def beside(kernel: str) -> str:
-    (row,) = [row for row in raw("decode_beside_h200.json")["results"]["beside"]
-              if (row["shape"], row["kernel"]) == ("16x32K", kernel)]
-    return f"{row['us'] / near('quest_8192_h200.json', 'twilight', 32768, 16):.2f}"
+    us = {row["kernel"]: row["us"] for row in raw("decode_beside_h200.json")["results"]["beside"] if row["shape"] == "16x32K"}
+    return f"{us[kernel] / us['near/twilight']:.2f}"
 
 
 def token_ms(method: str, batch: int = 8) -> float:
@@ -194,7 +207,7 @@ TWILIGHT: dict[str, Callable[[], str]] = {
     "x Quest with the same 8,192 candidates": lambda: quest_8192(16),
     "the same, one sequence": lambda: quest_8192(1),
     "x Quest as preset": quest_preset,
-    "x FlashAttention-2": lambda: beside("FlashAttention-2"),
+    "x FlashAttention-2": lambda: beside("torch flash"),
     "x FlashInfer": lambda: beside("FlashInfer tensor cores"),
     "x dense": lambda: f"{near('quest_8192_h200.json', 'twilight', 32768, 16, 'speedup_over_dense'):.2f}",
     "time per token, x dense": lambda: f"{token_ms('dense') / token_ms('near/twilight'):.2f}",
@@ -207,6 +220,8 @@ TWILIGHT: dict[str, Callable[[], str]] = {
 TACTIC: dict[str, Callable[[], str]] = {
     "x dense, target 90%, up to 32K tokens": lambda: span(tactic(8192) + tactic(32768)),
     "the same, 128K": lambda: span(tactic(131072)),
+    "the same, 512K": lambda: "; ".join(noted("default_h200.md", "x dense", policy="tactic | int4", tokens="524288", rows=rows)
+                                        for rows in "18"),
     "x dense, target 70%": lambda: "; ".join(
         f"{near('quest_8192_h200.json', 'tactic:mass=0.7 | int4', length, rows, 'speedup_over_dense'):.2f}"
         for length, rows in ((32768, 16), (131072, 4), (131072, 16))),
@@ -231,3 +246,78 @@ def test_every_row_is_computed(name: str) -> None:
         value = computed[row]()
         assert cells[: len(value)] == value if isinstance(value, list) else cells[0] == value, row
     assert set(computed) <= set(shown)
+
+
+# ---- LFPS by k
+
+
+def test_k_of_lfps() -> None:
+    rows = {(row["k"], row["length_tokens"] >> 10, row["method"]): row for row in raw("lfps_k.json")["rows"]}
+    shown = rows_of("LFPS", "k")
+    assert [int(k.replace(",", "")) for k in shown] == sorted({k for k, _, _ in rows})
+
+    def cells(k: int, method: str, key: str, form: str) -> str:
+        return ", ".join(form.format(rows[k, length, method][key]) for length in (4, 16, 64, 128))
+
+    for line in [line for line in section("LFPS").splitlines() if re.match(r"\| [\d,]+ \|", line)]:
+        k = int(line.split("|")[1].replace(",", ""))
+        assert [cell.strip() for cell in line.strip("|").split("|")[1:]] == [
+            cells(k, "lfps", "topk_overlap", "{:.0%}"), cells(k, "lfps", "expanded_share", "{:.1%}"),
+            cells(k, "lfps", "coverage_mean", "{:.2f}"), cells(k, "topk", "coverage_mean", "{:.2f}")]
+    proposed = [round(rows[2048, length, "lfps"]["expanded_share"] * (length << 10), -1) for length in (4, 16, 64, 128)]
+    assert [f"{count:,.0f}" for count in proposed] == ["400", "710", "1,740", "2,290"]
+    assert "about 400, 710, 1,740 and\n2,290 keys per query head" in PAGE
+    assert f"k = 2% is {round(0.02 * (128 << 10)):,} tokens at 128K" in PAGE
+
+
+# ---- What is said below the tables
+
+
+def test_flexprefill_is_said_to_do_what_it_did() -> None:
+    def said(words: str) -> None:
+        assert words in " ".join(section("FlexPrefill").split()), words
+
+    dense = prompt("vertical_slash", "dense", ONE, "total_ms")
+    said(f"an H200 where dense attention takes {dense:.0f} ms")
+    one, chunks = ([prompt("vertical_slash", "flexprefill@0.95", chunk, key) for key in ("select_ms", "total_ms")]
+                   for chunk in (ONE, CHUNKS))
+    said(f"Choosing takes {one[0]:.1f} ms of {one[1]:.0f} ms in one piece and {chunks[0]:.0f} ms of {chunks[1]:.0f} ms in chunks")
+    parts = raw("prompt_budgets.json")["parts"]
+    lines, packed = ([row for row in parts[part]["results"]["prefill"]
+                      if (row["structure"], row["method"]) == ("vertical_slash", "flexprefill@0.8")][0]
+                     for part in ("lines", "packed"))
+    said(f"covers {lines['coverage_mean']:.2f} of the softmax with {lines['blocks_share']:.0%} of the blocks; without it "
+         f"{packed['blocks_share']:.0%} of the blocks cover {packed['coverage_mean']:.2f}")
+    blocks, coverage = ([prompt("query_aware", "flexprefill@0.95", ONE, key, f"flex-tau-{tau}")
+                         for tau in ("0", "0.1", "0.2", "0.3")] for key in ("blocks_share", "coverage_mean"))
+    said(f"With 0 none does, and {blocks[0]:.1%} of the blocks hold {coverage[0]:.2f} of the softmax. With 0.1 to 0.3, "
+         f"{blocks[1]:.1%} of the blocks hold {coverage[1]:.2f}")
+    assert len({f"{share:.1%}" for share in blocks[1:]}) == len({f"{share:.2f}" for share in coverage[1:]}) == 1
+    covered = [prompt("vertical_slash", "flexprefill@0.9", ONE, "coverage_mean", f"flex-budget-{budget}")
+               for budget in (128, 1024, 2048)]
+    said(f"changes coverage in one piece by {max(covered) - min(covered):.3f} at most")
+
+
+def test_shares_that_are_given_as_reasons() -> None:
+    reasons = {row: cells for name in SECTIONS for row, cells in rows_of(name).items()}
+    served_of = {row["policy"]: row for row in
+                 raw("serve_h200.json")["limit 100 ms, 15 s, graphs, policies of papers"]["results"]["serve"] if row["held"]}
+    for policy, row in (("stream/psa", "requests/s within the limits, x dense, psa"), ("arkvale", "the same, arkvale")):
+        assert f"{served_of[policy]['attended_share']:.0%} of" in reasons[row][2]
+    (quest,) = [row for row in reports(raw("lfps_h200.json"), "decode") if row["method"] == "hybrid/quest"]
+    assert f"{quest['attended_share']:.0%} of" in reasons["the same, x Quest"][2]
+    share = near("quest_8192_h200.json", "tactic | int4", 131072, 16, "near_share")
+    assert f"{share:.0%} are attended" == reasons["the same, 128K"][2]
+    far = noted("default_h200.md", "near", policy="tactic | int4", tokens="524288", rows="1")
+    assert f"{float(far.strip('%')):.0f}% are attended" == reasons["the same, 512K"][2]
+    (run,) = reports(raw("tactic_twilight_h200.json")["prompt-tactic"], "run")
+    assert f"takes {run['ttft_ms'] / 1000:.1f} s" in reasons["k-means, share of the prompt's time"][2]
+    dense = held("serve_h200.json", "limit 100 ms, 15 s, graphs", "dense")
+    assert f"stays within these limits up to {dense:g}\nrequests/s" in PAGE
+
+
+def test_the_page_is_short_and_every_row_can_be_made_anew() -> None:
+    assert len(PAGE.split()) <= 4000
+    for name in SECTIONS:
+        for row, cells in rows_of(name).items():
+            assert cells[0] == "not measured" or cells[-1].startswith("`"), f"{row}: no command makes it"
