@@ -298,6 +298,21 @@ def test_flexprefill_is_said_to_do_what_it_did() -> None:
     said(f"changes coverage in one piece by {max(covered) - min(covered):.3f} at most")
 
 
+def test_prompts_of_a_real_checkpoint() -> None:
+    rows = {row["prefill"]: row for row in raw("flex_smollm2.json")["rows"]}
+    shown = [line for line in section("FlexPrefill").partition("| prompts |")[2].partition("\n\n")[0].splitlines()[2:]]
+    assert len(shown) == len(rows)
+    for line in shown:
+        name, *cells = [cell.strip(" `") for cell in line.strip("|").split("|")]
+        row = rows[{"dense": "full"}.get(name, name.replace(" --lines", "+lines"))]
+        assert cells == [f"{row['prompt_blocks']:.0%}", figure(row["kl_over_floor"]), f"{row['perplexity_ratio']:.3f}"]
+    lines, packed = rows["flexprefill@0.9+lines"], rows["flexprefill@0.9"]
+    assert round(packed["kl_mean"] / lines["kl_mean"]) == 12 and "it is twelve times as near" in section("FlexPrefill")
+    assert f"computes {lines['prompt_blocks'] / packed['prompt_blocks']:.1f}\ntimes as many blocks" in section("FlexPrefill")
+    few, many = rows["flexprefill@0.6+lines"], rows["flexprefill@0.98"]
+    assert few["prompt_blocks"] < many["prompt_blocks"] and few["kl_mean"] < many["kl_mean"]
+
+
 def test_shares_that_are_given_as_reasons() -> None:
     reasons = {row: cells for name in SECTIONS for row, cells in rows_of(name).items()}
     served_of = {row["policy"]: row for row in
