@@ -4,10 +4,10 @@
       --tasks qwen=FILE --policies "sluice;exact | int4 | sample=64" --out found.jsonl
 
 from python/, with models as `tools/models.sh` fetches them. It measures what `python -m sluice eval` does, and loads
-each model once. `--prefill "full;flexprefill@0.95;flexprefill@0.95+lines"` reads the prompts in each of these ways; the
-floor is that of prompts that are read densely. A line of --out is one policy on one text, or on one length of tasks, and
-one way to read prompts; what --out has is not measured again, so that a run that was ended goes on where it was. `--table` and `--by-policy` print what --out has, and run
-nothing."""
+each model once. `--prefill "full;flexprefill@0.95;flexprefill@0.95+lines"` reads prompts in each of these ways; the
+floor is that of prompts that are read densely. A line of --out is one policy on one text, or on one length of tasks,
+and one way to read prompts; what --out has is not measured again, so that a run that was ended goes on where it was.
+`--table` and `--by-policy` print what --out has, and run nothing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class Found:
         known = set(map(_key, self.rows))
         floor = next((each for each in results if each["policy"] == FLOOR), {})
         if cell.prefill != "full":
-            floor = next((row for row in self.rows if _key(row) == dataclasses.replace(cell, prefill="full").key(FLOOR)), {})
+            dense = dataclasses.replace(cell, prefill="full").key(FLOOR)
+            floor = next((row for row in self.rows if _key(row) == dense), {})
         with self._path.open("a") as file:
             for each in results:
                 if cell.key(each["policy"]) in known or each["policy"] == "dense" and cell.of != "answers":
@@ -87,8 +88,8 @@ class Found:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """By model, text and length, the nearest policies first."""
-    header = ["model", "on", "tokens", "prompts", "policy", "KL", "x floor", "x perplexity", "same", "floor's", "attended",
-              "bytes"]
+    header = ["model", "on", "tokens", "prompts", "policy", "KL", "x floor", "x perplexity", "same", "floor's",
+              "attended", "bytes"]
     cells = dict.fromkeys((row["model"], row["of"], row["tokens"]) for row in rows)
     places = {cell: place for place, cell in enumerate(cells)}
 
@@ -214,8 +215,8 @@ def _nothing(_: str) -> None:
 
 
 def prefill_options(name: str) -> dict[str, Any]:
-    """Those of EngineOptions that read prompts so: `full`, or `flexprefill@GAMMA` or `auto@GAMMA`, with `+lines` behind it
-    or not.
+    """Those of EngineOptions that read prompts so: `full`, or `flexprefill@GAMMA` or `auto@GAMMA`, with `+lines` behind
+    it or not.
     @throws InvalidArgument"""
     way, at, rest = name.partition("@")
     gamma, _, lines = rest.partition("+")

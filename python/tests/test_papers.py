@@ -1,8 +1,7 @@
-"""Figures of docs/papers.md are those of docs/data, computed anew: every row of its tables, and what is said below them."""
+"""Figures of docs/papers.md are those of docs/data, computed anew: its tables, and what is said below them."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable
 
@@ -65,7 +64,7 @@ def served(method: str) -> float:
 
 
 def kl(policy: str) -> str:
-    found = [row["kl_over_floor"] for context in CONTEXTS for row in found_of(policy, *context) if "kl_over_floor" in row]
+    found = real("kl_over_floor", policy)
     return f"{figure(min(found))} to {figure(max(found))}"
 
 
@@ -101,18 +100,22 @@ def both(method: str, chunk: int, key: str, form: Callable[[float], str]) -> lis
             for structure in ("vertical_slash", "query_aware")]
 
 
+def faster(method: str, chunk: int) -> list[str]:
+    return both(method, chunk, "speedup_over_dense", "{:.1f}".format)
+
+
 ONE, CHUNKS = 131072, 8192
 MINFERENCE = "minference@vertical_slash:1000+6096"
 FLEXPREFILL: dict[str, Callable[[], list[str]]] = {
-    "x dense, gamma 0.95, prompt in one piece": lambda: both("flexprefill@0.95", ONE, "speedup_over_dense", "{:.1f}".format),
-    "x dense, gamma 0.95, chunks of 8,192": lambda: both("flexprefill@0.95", CHUNKS, "speedup_over_dense", "{:.1f}".format),
-    "x dense, gamma 0.95, auto, chunks of 8,192": lambda: both("auto@0.95", CHUNKS, "speedup_over_dense", "{:.1f}".format),
-    "x dense, gamma 0.9, one piece": lambda: both("flexprefill@0.9", ONE, "speedup_over_dense", "{:.1f}".format),
-    "x dense, gamma 0.9, chunks of 8,192": lambda: both("flexprefill@0.9", CHUNKS, "speedup_over_dense", "{:.1f}".format),
+    "x dense, gamma 0.95, prompt in one piece": lambda: faster("flexprefill@0.95", ONE),
+    "x dense, gamma 0.95, chunks of 8,192": lambda: faster("flexprefill@0.95", CHUNKS),
+    "x dense, gamma 0.95, auto, chunks of 8,192": lambda: faster("auto@0.95", CHUNKS),
+    "x dense, gamma 0.9, one piece": lambda: faster("flexprefill@0.9", ONE),
+    "x dense, gamma 0.9, chunks of 8,192": lambda: faster("flexprefill@0.9", CHUNKS),
     "blocks computed, gamma 0.95, one piece": lambda: both("flexprefill@0.95", ONE, "blocks_share", "{:.1%}".format),
     "coverage, gamma 0.95, one piece": lambda: both("flexprefill@0.95", ONE, "coverage_mean", "{:.2f}".format),
-    "MInference, x dense, one piece": lambda: both(MINFERENCE, ONE, "speedup_over_dense", "{:.1f}".format),
-    "MInference, x dense, chunks of 8,192": lambda: both(MINFERENCE, CHUNKS, "speedup_over_dense", "{:.1f}".format),
+    "MInference, x dense, one piece": lambda: faster(MINFERENCE, ONE),
+    "MInference, x dense, chunks of 8,192": lambda: faster(MINFERENCE, CHUNKS),
     "MInference, coverage, one piece": lambda: both(MINFERENCE, ONE, "coverage_mean", "{:.2f}".format),
     "MInference, coverage, chunks of 8,192": lambda: both(MINFERENCE, CHUNKS, "coverage_mean", "{:.2f}".format),
 }
@@ -139,7 +142,8 @@ def serving_500(policy: str) -> str:
 
 
 def psa_layers(placement: str) -> str:
-    return list_of(layer(raw("psa_int4_h200.json"), "psa | int4", length, rows=rows, placement=placement)["speedup_over_dense"]
+    found = raw("psa_int4_h200.json")
+    return list_of(layer(found, "psa | int4", length, rows=rows, placement=placement)["speedup_over_dense"]
                    for length, rows in ((8192, 1), (32768, 1), (131072, 1), (32768, 8)))
 
 
@@ -162,19 +166,23 @@ def near(name: str, method: str, length: int, rows: int, key: str = "layer_us") 
     return layer(raw(name), method, length, rows=rows)[key]
 
 
+def over_quest(quest: str, length: int, rows: int) -> float:
+    us = {method: near("quest_8192_h200.json", method, length, rows) for method in (quest, "twilight")}
+    return us[quest] / us["twilight"]
+
+
 def quest_8192(rows: int) -> str:
-    quest, twilight = (near("quest_8192_h200.json", method, 32768, rows) for method in ("quest:budget=8192", "twilight"))
-    return f"{quest / twilight:.2f}"
+    return f"{over_quest('quest:budget=8192', 32768, rows):.2f}"
 
 
 def quest_preset() -> str:
-    return span(near("quest_8192_h200.json", "quest", length, rows) / near("quest_8192_h200.json", "twilight", length, rows)
-                for length in (8192, 32768) for rows in (*BATCHES, 64)
+    return span(over_quest("quest", length, rows) for length in (8192, 32768) for rows in (*BATCHES, 64)
                 if (length, rows) != (32768, 64))
 
 
 def beside(kernel: str) -> str:
-    us = {row["kernel"]: row["us"] for row in raw("decode_beside_h200.json")["results"]["beside"] if row["shape"] == "16x32K"}
+    rows = raw("decode_beside_h200.json")["results"]["beside"]
+    us = {row["kernel"]: row["us"] for row in rows if row["shape"] == "16x32K"}
     return f"{us[kernel] / us['near/twilight']:.2f}"
 
 
@@ -196,6 +204,10 @@ def tactic(length: int, policy: str = "tactic | int4") -> list[float]:
     return [row["speedup_over_dense"] for name in ("quest_8192_h200.json", "tactic_twilight_h200.json")
             for row in reports(raw(name), "attention")
             if (row["method"], row["mode"]) == (policy, "graph") and row["length_tokens"] == length]
+
+
+def tactic_512k(rows: str, column: str) -> str:
+    return noted("default_h200.md", column, policy="tactic | int4", tokens="524288", rows=rows)
 
 
 def tactic_prompt() -> str:
@@ -220,8 +232,7 @@ TWILIGHT: dict[str, Callable[[], str]] = {
 TACTIC: dict[str, Callable[[], str]] = {
     "x dense, target 90%, up to 32K tokens": lambda: span(tactic(8192) + tactic(32768)),
     "the same, 128K": lambda: span(tactic(131072)),
-    "the same, 512K": lambda: "; ".join(noted("default_h200.md", "x dense", policy="tactic | int4", tokens="524288", rows=rows)
-                                        for rows in "18"),
+    "the same, 512K": lambda: "; ".join(tactic_512k(rows, "x dense") for rows in "18"),
     "x dense, target 70%": lambda: "; ".join(
         f"{near('quest_8192_h200.json', 'tactic:mass=0.7 | int4', length, rows, 'speedup_over_dense'):.2f}"
         for length, rows in ((32768, 16), (131072, 4), (131072, 16))),
@@ -281,13 +292,14 @@ def test_flexprefill_is_said_to_do_what_it_did() -> None:
     said(f"an H200 where dense attention takes {dense:.0f} ms")
     one, chunks = ([prompt("vertical_slash", "flexprefill@0.95", chunk, key) for key in ("select_ms", "total_ms")]
                    for chunk in (ONE, CHUNKS))
-    said(f"Choosing takes {one[0]:.1f} ms of {one[1]:.0f} ms in one piece and {chunks[0]:.0f} ms of {chunks[1]:.0f} ms in chunks")
+    said(f"Choosing takes {one[0]:.1f} ms of {one[1]:.0f} ms in one piece and "
+         f"{chunks[0]:.0f} ms of {chunks[1]:.0f} ms in chunks")
     parts = raw("prompt_budgets.json")["parts"]
     lines, packed = ([row for row in parts[part]["results"]["prefill"]
                       if (row["structure"], row["method"]) == ("vertical_slash", "flexprefill@0.8")][0]
                      for part in ("lines", "packed"))
-    said(f"covers {lines['coverage_mean']:.2f} of the softmax with {lines['blocks_share']:.0%} of the blocks; without it "
-         f"{packed['blocks_share']:.0%} of the blocks cover {packed['coverage_mean']:.2f}")
+    said(f"covers {lines['coverage_mean']:.2f} of the softmax with {lines['blocks_share']:.0%} of the blocks; without "
+         f"it {packed['blocks_share']:.0%} of the blocks cover {packed['coverage_mean']:.2f}")
     blocks, coverage = ([prompt("query_aware", "flexprefill@0.95", ONE, key, f"flex-tau-{tau}")
                          for tau in ("0", "0.1", "0.2", "0.3")] for key in ("blocks_share", "coverage_mean"))
     said(f"With 0 none does, and {blocks[0]:.1%} of the blocks hold {coverage[0]:.2f} of the softmax. With 0.1 to 0.3, "
@@ -308,23 +320,23 @@ def test_prompts_of_a_real_checkpoint() -> None:
         assert cells == [f"{row['prompt_blocks']:.0%}", figure(row["kl_over_floor"]), f"{row['perplexity_ratio']:.3f}"]
     lines, packed = rows["flexprefill@0.9+lines"], rows["flexprefill@0.9"]
     assert round(packed["kl_mean"] / lines["kl_mean"]) == 12 and "it is twelve times as near" in section("FlexPrefill")
-    assert f"computes {lines['prompt_blocks'] / packed['prompt_blocks']:.1f}\ntimes as many blocks" in section("FlexPrefill")
+    more = lines["prompt_blocks"] / packed["prompt_blocks"]
+    assert f"computes {more:.1f}\ntimes as many blocks" in section("FlexPrefill")
     few, many = rows["flexprefill@0.6+lines"], rows["flexprefill@0.98"]
     assert few["prompt_blocks"] < many["prompt_blocks"] and few["kl_mean"] < many["kl_mean"]
 
 
 def test_shares_that_are_given_as_reasons() -> None:
     reasons = {row: cells for name in SECTIONS for row, cells in rows_of(name).items()}
-    served_of = {row["policy"]: row for row in
-                 raw("serve_h200.json")["limit 100 ms, 15 s, graphs, policies of papers"]["results"]["serve"] if row["held"]}
+    part = raw("serve_h200.json")["limit 100 ms, 15 s, graphs, policies of papers"]
+    served_of = {row["policy"]: row for row in part["results"]["serve"] if row["held"]}
     for policy, row in (("stream/psa", "requests/s within the limits, x dense, psa"), ("arkvale", "the same, arkvale")):
         assert f"{served_of[policy]['attended_share']:.0%} of" in reasons[row][2]
     (quest,) = [row for row in reports(raw("lfps_h200.json"), "decode") if row["method"] == "hybrid/quest"]
     assert f"{quest['attended_share']:.0%} of" in reasons["the same, x Quest"][2]
     share = near("quest_8192_h200.json", "tactic | int4", 131072, 16, "near_share")
     assert f"{share:.0%} are attended" == reasons["the same, 128K"][2]
-    far = noted("default_h200.md", "near", policy="tactic | int4", tokens="524288", rows="1")
-    assert f"{float(far.strip('%')):.0f}% are attended" == reasons["the same, 512K"][2]
+    assert f"{float(tactic_512k('1', 'near').strip('%')):.0f}% are attended" == reasons["the same, 512K"][2]
     (run,) = reports(raw("tactic_twilight_h200.json")["prompt-tactic"], "run")
     assert f"takes {run['ttft_ms'] / 1000:.1f} s" in reasons["k-means, share of the prompt's time"][2]
     dense = held("serve_h200.json", "limit 100 ms, 15 s, graphs", "dense")

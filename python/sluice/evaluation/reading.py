@@ -24,8 +24,8 @@ class Reading:
     choice: float  #: of copies and digests by which the device chose
     #: Of dense attention's blocks of keys, those that the prompt's queries attended where they were chosen; 1: nowhere.
     prompt_blocks: float = 1.0
-    #: Shares of query heads that a bypass spared, and of exact attention's softmax that lies on what was attended; None:
-    #: not audited.
+    #: Shares of query heads that a bypass spared, and of exact attention's softmax that lies on what was attended.
+    #: None: not audited.
     bypassed: float | None = None
     coverage: float | None = None
 
