@@ -281,6 +281,21 @@ def test_k_of_lfps() -> None:
     assert f"k = 2% is {round(0.02 * (128 << 10)):,} tokens at 128K" in PAGE
 
 
+def test_bypass_of_a_real_checkpoint() -> None:
+    found = raw("lfps_bypass_smollm2.json")["rows"]
+    rows = {row["policy"].replace("lfps:", "lfps | bypass=0.85,"): row for row in found}
+    table = section("LFPS").partition("| policy |")[2].partition("\n\n")[0].splitlines()[2:]
+    shown = [[cell.strip(" `").replace("\x01", "|") for cell in line.replace("\\|", "\x01").strip("|").split("|")]
+             for line in table]
+    assert {cells[0] for cells in shown} == set(rows) - {"full"}
+    for name, *cells in shown:
+        row = rows[name]
+        share = 100 * row["bypassed"]
+        assert cells == [f"{share:.1f}%" if share else "0%", figure(row["kl_over_floor"]), f"{row['coverage']:.2f}"]
+    lowest, highest = rows["lfps | bypass=off"]["kl_mean_95"]
+    assert all(lowest < rows[cells[0]]["kl_mean"] < highest for cells in shown)
+
+
 # ---- What is said below the tables
 
 
