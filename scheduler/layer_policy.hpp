@@ -86,6 +86,8 @@ class LayerReader {
   [[nodiscard]] virtual const float* q(std::uint32_t kv_head) const noexcept = 0;
   /// Likewise, as HeadContext::rehearsed; null: there are none.
   [[nodiscard]] virtual const float* rehearsed(std::uint32_t kv_head) const noexcept = 0;
+  /// As HeadContext::page_scores.
+  [[nodiscard]] virtual std::span<const float> page_scores(std::uint32_t /*kv_head*/) const noexcept { return {}; }
   /// Valid until the next call.
   [[nodiscard]] virtual KvReader& kv(std::uint32_t kv_head) = 0;
 };
@@ -101,9 +103,9 @@ struct HeadContext {
   /// [rows, group, head_dim]
   std::span<const float> behind = {};
   /// Pages that rank highest by digest for each query head, ascending; [group, ranked_pages]. Empty unless
-  /// the policy's sources have `pages`. Only full pages are ranked.
+  /// the policy's sources have `pages`, or if it `ranks_itself`. Only full pages are ranked.
   std::span<const std::uint32_t> ranked_pages = {};
-  /// Digest scores of all full pages, raw; [group, pages]. Empty unless the budget is `progressive`.
+  /// Digest scores of all full pages, raw; [group, pages]. Empty unless the policy `ranks_itself`.
   std::span<const float> page_scores = {};
   const NearSet* near = nullptr;
   KvReader* kv = nullptr;
@@ -169,6 +171,9 @@ class LayerPolicy {
   /// nothing say 0.
   [[nodiscard]] virtual std::uint64_t heap_bytes(std::uint32_t /*kv_head*/) const noexcept { return 0; }
 };
+
+/// Whether a policy ranks pages by itself, from their scores.
+[[nodiscard]] bool ranks_itself(const PolicySpec& spec) noexcept;
 
 /// @throws Error{Errc::invalid_argument} if the spec breaks its ranges.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const AttentionShape& shape,

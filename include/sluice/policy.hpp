@@ -77,10 +77,16 @@ struct HistoryOptions {
   friend bool operator==(const HistoryOptions&, const HistoryOptions&) = default;
 };
 
-/// Page ranking by digest, per query head, every step. Full pages are ranked; the open page is always a candidate.
+/// Whose pages a ranking gives. `head`: each query head has its own. `layer`: one ranking for all heads of a layer, by
+/// the mean score over its query heads, as ArkVale's code does (NeurIPS 2024); all of them attend the same pages.
+enum class PageRank : std::uint8_t { head, layer };
+
+/// Page ranking by digest, every step. Full pages are ranked; the open page is always a candidate.
 struct PageSourceOptions {
   DigestKind digest = DigestKind::cuboid_mean;
-  /// Pages per query head are the largest of min_pages, min_tokens in pages, and a share of the sequence's pages.
+  PageRank rank = PageRank::head;  ///< `layer` attends whole pages: with top_k of all candidates, and without a bypass
+  /// Pages per query head, or per layer, are the largest of min_pages, min_tokens in pages, and a share of the
+  /// sequence's pages.
   std::uint32_t min_pages = 8;   ///< [1, 65536]
   std::uint32_t min_tokens = 0;  ///< [0, 2^31)
   float share = 0.03f;           ///< [0, 1]
@@ -182,6 +188,18 @@ struct NearOptions {
   friend bool operator==(const NearOptions&, const NearOptions&) = default;
 };
 
+/// When the estimate that a bypass rests on is not trusted, and no head is bypassed. LFPS has neither guard: infinity
+/// leaves one out.
+struct BypassGuards {
+  /// Of the estimated variance of a head's logits, at most: beyond 6 a few keys hold most of the softmax, and the
+  /// log-normal mean of all is off by factors. (0, infinity]
+  float variance = 6.f;
+  /// Generated tokens for each token of the prompt beyond its sinks, at most: mean and variance are the prompt's.
+  /// [0, infinity]
+  float growth = 1.f;
+  friend bool operator==(const BypassGuards&, const BypassGuards&) = default;
+};
+
 /// A sparse-attention policy as a value: one choice per stage of the pipeline.
 struct PolicySpec {
   std::string name;           ///< preset it came from
@@ -205,6 +223,7 @@ struct PolicySpec {
   /// Only if the candidates' own scores leave the sinks that much, too: a head that rests on its sinks and has found
   /// what it wants attends it. Spares attention, not the search.
   bool bypass_checked = false;
+  BypassGuards bypass_guards;  ///< read if there is a bypass
   /// Layers below this attend densely.
   std::uint32_t dense_layers = 0;
   /// Every N-th layer, the first included, attends densely; 0: none. [0, 1024]

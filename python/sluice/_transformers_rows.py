@@ -91,6 +91,11 @@ class Rows:
         return len(self._sequences)
 
     @property
+    def sequences(self) -> list[int]:
+        """The engine's names of them."""
+        return list(self._sequences)
+
+    @property
     def columns(self) -> int:
         """Tokens of a row, padding included, without those of a forward that is under way."""
         return 0 if self._mask is None else self._mask.shape[1]

@@ -176,7 +176,8 @@ void FarChoice::choose_for(const FarQuestion& question, const Place& place, Chos
   if (row.page_picks != 0) {
     asked.ranked_pages = {m.ranked_of(list_of(place), true), own * row.page_picks};
   } else if (row.pages != 0) {
-    asked.page_scores = {m.page_scores_of(list_of(place), true), own * row.pages};
+    asked.page_scores = m.page_scores_of(list_of(place) - place.kv_head, true);
+    asked.page_scores_stride = std::uint64_t{m.shape.group()} * m.max_pages;
   }
   place.row->policy->choose(asked, chosen.selected, chosen.bypass, counters);
   // The device reads keys anyway, and so do the rows behind a team's first.

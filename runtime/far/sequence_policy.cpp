@@ -20,6 +20,11 @@ class SequencePolicy::Layer final : public scheduler::LayerReader {
   [[nodiscard]] const float* rehearsed(std::uint32_t kv_head) const noexcept override {
     return of_head(asked_.rehearsed, kv_head);
   }
+  [[nodiscard]] std::span<const float> page_scores(std::uint32_t kv_head) const noexcept override {
+    if (asked_.page_scores == nullptr) return {};
+    const std::size_t own = std::size_t{of_.memory_.shape.group()} * asked_.row.pages;
+    return {asked_.page_scores + kv_head * asked_.page_scores_stride, own};
+  }
   [[nodiscard]] scheduler::KvReader& kv(std::uint32_t kv_head) override {
     return kv_.emplace(of_.reader(asked_.layer, kv_head, of_.blocks_, tokens_));
   }
@@ -157,7 +162,7 @@ void SequencePolicy::propose(std::uint64_t forward, std::uint32_t layer, std::ui
 
 void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypass,
                             scheduler::SelectCounters& counters) {
-  const auto& [forward, layer, kv_head, window, drafts, layer_q, rehearsed, ranked_pages, page_scores, timeout,
+  const auto& [forward, layer, kv_head, window, drafts, layer_q, rehearsed, ranked_pages, page_scores, stride, timeout,
                caller] = asked;
   HeadState& mine = state_of(layer, kv_head);
   // Another head of the row could propose nothing, so that all of them choose here.
@@ -181,7 +186,7 @@ void SequencePolicy::choose(const Asked& asked, SelectionRow& row, Bypass& bypas
                           .rehearsed = whole.rehearsed(kv_head),
                           .behind = {q + floats, team ? (window.drafts - 1) * floats : 0},
                           .ranked_pages = ranked_pages,
-                          .page_scores = page_scores,
+                          .page_scores = whole.page_scores(kv_head),
                           .near = &near,
                           .kv = &kv,
                           .layer = &whole},

@@ -62,9 +62,11 @@ class SequencePolicy {
     const float* q = nullptr;  ///< of all KV heads: [kv_heads, drafts, group, head_dim]
     const float* rehearsed = nullptr;               ///< likewise; null: there are none
     std::span<const std::uint32_t> ranked_pages{};  ///< [group, page_picks]
-    std::span<const float> page_scores{};           ///< [group, pages] if only these are wanted
-    std::chrono::milliseconds timeout{1'000};       ///< of a wait for a thread that learns
-    SharedCaller caller{};                          ///< for what is much to read
+    /// Of all KV heads if only these are wanted: [group, pages] of each, `page_scores_stride` behind the one before.
+    const float* page_scores = nullptr;
+    std::uint64_t page_scores_stride = 0;
+    std::chrono::milliseconds timeout{1'000};  ///< of a wait for a thread that learns
+    SharedCaller caller{};                     ///< for what is much to read
   };
   /// Chooses, having learnt all that there is to learn.  @throws Error{Errc::timeout} if a thread that does so does not
   /// come back.

@@ -64,9 +64,10 @@ bool by_share(const PolicySpec& spec) noexcept {
   return spec.budget.kind == BudgetKind::top_p || spec.budget.kind == BudgetKind::fitted || by_pages(spec);
 }
 
-/// Whether pages are chosen, and attended as they are.
+/// Whether each query head chooses pages, which are attended as they are.
 bool whole_pages(const PolicySpec& spec) noexcept {
-  return only(spec, Source::pages) && spec.budget.kind == BudgetKind::top_k && spec.budget.share >= 1.f;
+  return only(spec, Source::pages) && spec.budget.kind == BudgetKind::top_k && spec.budget.share >= 1.f &&
+         spec.pages.rank == PageRank::head;
 }
 
 /// As many as EngineOptions::max_ranked may be: however long a sequence of an engine is.
@@ -161,17 +162,17 @@ bool bounds_window(const PolicySpec& spec, const Bucket& bucket) noexcept {
   return !bucket.unbounded || spec.uses(Source::pages) || draws(spec);
 }
 
-/// Whether pages are attended as they are, whoever chooses them. Of a progressive budget the open one is far,
-/// too, and counts first.
+/// Whether pages are attended as they are, whoever chooses them. Of policies that rank pages by themselves the open one
+/// is far, too, and counts first.
 bool attends_pages(const PolicySpec& spec) noexcept {
-  return (whole_pages(spec) && chooser(spec) == Chooser::device) || spec.budget.kind == BudgetKind::progressive;
+  return (whole_pages(spec) && chooser(spec) == Chooser::device) || ranks_itself(spec);
 }
 
 std::string too_few_far_tokens(const PolicySpec& spec, std::uint64_t least) {
   const std::string enough = std::to_string(least);
-  const char* const each = !attends_pages(spec)                          ? "a token"
-                           : spec.budget.kind == BudgetKind::progressive ? "two pages, the open one among them"
-                                                                         : "a page";
+  const char* const each = !attends_pages(spec) ? "a token"
+                           : ranks_itself(spec) ? "two pages, the open one among them"
+                                                : "a page";
   return std::string("its budget of far tokens may leave a query head less than ") + each + "; write far=" + enough +
          " or more" + (attends_pages(spec) ? ", or far=max(" + enough + ", SHARE)" : "");
 }
@@ -281,7 +282,7 @@ std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const
 std::uint64_t least_far_tokens(const PolicySpec& spec, const RowShape& shape) noexcept {
   if (spec.far.all()) return 0;
   const std::uint64_t each_a_page = std::uint64_t{shape.q_heads} * shape.page_tokens;
-  if (attends_pages(spec)) return spec.budget.kind == BudgetKind::progressive ? 2 * each_a_page : each_a_page;
+  if (attends_pages(spec)) return ranks_itself(spec) ? 2 * each_a_page : each_a_page;
   return spec.far.share > 0.f ? 0 : shape.q_heads;
 }
 
@@ -298,8 +299,7 @@ ForwardRow forward_row(const PolicySpec& spec, std::uint32_t tokens, const RowSh
     row.most = most_per_head(spec, tokens, shape);
     if (!spec.uses(Source::pages)) return row;
     row.pages = newest_page(tokens, shape.page_tokens) / shape.page_tokens;
-    if (spec.budget.kind != BudgetKind::progressive)
-      row.page_picks = budget_pages(spec.pages, row.pages, shape.page_tokens);
+    if (!ranks_itself(spec)) row.page_picks = budget_pages(spec.pages, row.pages, shape.page_tokens);
     return row;
   }
   if (row.recent_begin == row.sink_end || spec.sources == 0) return row;

@@ -9,10 +9,6 @@
 namespace sluice::scheduler {
 namespace {
 
-/// Beyond this variance of the logits a few keys hold most of the mass, and the log-normal mean is off by factors.
-constexpr double kTrustedVariance = 6.0;
-/// Tokens beyond the sinks for each of the prompt's: what was generated is not in the mean and the variance.
-constexpr std::uint64_t kTrustedGrowth = 2;
 constexpr std::uint32_t kTokensAtOnce = 1024;
 
 double squared_norm(const float* q, std::uint32_t head_dim) {
@@ -52,12 +48,14 @@ Probe& probe_of_thread() {
 
 }  // namespace
 
-SinkBypass::SinkBypass(float threshold, const AttentionShape& shape, std::uint32_t sinks, std::uint32_t local_tokens)
+SinkBypass::SinkBypass(float threshold, const AttentionShape& shape, std::uint32_t sinks, std::uint32_t local_tokens,
+                       const BypassGuards& guards)
     : threshold_(threshold),
       group_(shape.group()),
       head_dim_(shape.head_dim),
       sinks_(sinks),
       local_tokens_(local_tokens),
+      guards_(guards),
       shape_(shape) {}
 
 void SinkBypass::begin(const PromptContext& prompt) {
@@ -115,7 +113,7 @@ std::uint32_t SinkBypass::test(const HeadContext& head, Bypass& bypass, SelectCo
   const auto rows = static_cast<std::uint32_t>(1 + head.behind.size() / floats);
   const std::uint32_t last = head.tokens + rows - 1;
   if (prompt_tokens_ == 0 || sinks_ == 0 || head.tokens <= sinks_) return 0;
-  if (last - sinks_ > kTrustedGrowth * prompt_tokens_) return 0;
+  if (last - sinks_ > (1.0 + static_cast<double>(guards_.growth)) * prompt_tokens_) return 0;
   bypass.out.resize(floats);
   bypass.lse.resize(std::size_t{rows} * group_);
   sink_mass_.assign(bypass.lse.size(), 0.0);
@@ -146,7 +144,7 @@ std::uint32_t SinkBypass::test_row(const Row& row, const HeadContext& head, floa
   for (std::uint32_t h = 0; h < group_; ++h) {
     if (spread_[h] < 0.0) continue;
     const Logits estimate = logits(h, row.q + std::size_t{h} * head_dim_);
-    if (!(estimate.variance <= kTrustedVariance)) continue;  // NaN too.
+    if (!(estimate.variance <= static_cast<double>(guards_.variance))) continue;  // NaN too.
     const std::span<const float> scores = probe.scores;
     const double sink = log_mass(scores.first(std::size_t{sinks_} * group_), group_, h);
     const double local_mass = log_mass(scores.subspan(std::size_t{sinks_} * group_), group_, h);

@@ -14,7 +14,7 @@ namespace sluice::scheduler {
 ///
 /// r = A_sink / (A_sink + max(A_glob, A_loc)) estimates the sinks' share r_true of the softmax; A_glob is the
 /// log-normal mean of all keys beyond the sinks, A_loc the mass of the last few. A head is bypassed if r exceeds the
-/// threshold, the estimated variance is at most 6 and no more tokens were generated than the prompt had.
+/// threshold and neither of the guards speaks against it, see BypassGuards.
 ///
 /// Guaranteed, with D the largest distance between two values: |out - dense| <= (1 - min(r, r_true)) * D, because both
 /// outputs are averages of values that hold what is near, the sinks among it, in the same proportions and give it at
@@ -24,7 +24,8 @@ namespace sluice::scheduler {
 /// spread more along this query than along the prompt's last one. Then the error may reach (1 - r_true) * D.
 class SinkBypass {
  public:
-  SinkBypass(float threshold, const AttentionShape& shape, std::uint32_t sinks, std::uint32_t local_tokens);
+  SinkBypass(float threshold, const AttentionShape& shape, std::uint32_t sinks, std::uint32_t local_tokens,
+             const BypassGuards& guards = {});
 
   /// Reads every K and V row of the prompt beyond the sinks once.
   void begin(const PromptContext& prompt);
@@ -67,6 +68,7 @@ class SinkBypass {
 
   double threshold_;
   std::uint32_t group_, head_dim_, sinks_, local_tokens_;
+  BypassGuards guards_;
   AttentionShape shape_;
   std::uint32_t prompt_tokens_ = 0;   ///< offloaded tokens that the means stand for; 0: no bypass
   std::vector<double> mean_key_;      ///< [head_dim]

@@ -1,5 +1,6 @@
 // A policy in words that parse_policy reads back.
 
+#include <cmath>
 #include <string>
 
 #include "scheduler/policy/text.hpp"
@@ -71,6 +72,7 @@ std::string pages_words(const PageSourceOptions& pages) {
   const PageSourceOptions usual;
   Options options("pages");
   if (pages.digest != usual.digest) options.word(pages.digest == DigestKind::box ? "box" : "cuboid_mean");
+  options.add("rank", pages.rank, usual.rank, [](PageRank rank) { return rank == PageRank::layer ? "layer" : "head"; });
   const bool by_tokens = pages.min_tokens != 0;
   if (by_tokens) {
     options.word("budget=" + std::to_string(pages.min_tokens));
@@ -198,7 +200,12 @@ std::string far_words(const FarOptions& far) {
 /// What the bypass leaves to the newest tokens is the history's to say, if there is one.
 std::string bypass_words(const PolicySpec& spec) {
   const std::uint32_t local = spec.history.local_tokens;
-  const std::string text = "bypass=sink:" + number(spec.bypass_threshold) + (spec.bypass_checked ? ",check=on" : "");
+  std::string text = "bypass=sink:" + number(spec.bypass_threshold) + (spec.bypass_checked ? ",check=on" : "");
+  const auto guard = [&text](const char* key, float value, float usual) {
+    if (value != usual) text += std::string(",") + key + "=" + (std::isinf(value) ? "off" : number(value));
+  };
+  guard("variance", spec.bypass_guards.variance, BypassGuards{}.variance);
+  guard("growth", spec.bypass_guards.growth, BypassGuards{}.growth);
   if (spec.uses(Source::history) || local == HistoryOptions{}.local_tokens) return text;
   return text + ",local=" + std::to_string(local);
 }

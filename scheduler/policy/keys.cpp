@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <limits>
 #include <string>
 
 #include "scheduler/policy/text.hpp"
@@ -42,6 +43,17 @@ float read_draw_error(const Word& word) {
   const float error = read_share(word);
   if (!(error > 0.f && error < 1.f)) word.fail("is no error that a head may have; write off, or a share such as 2%");
   return error;
+}
+
+/// `off`: any.
+float read_guard(const Word& word) {
+  return word.value == "off" ? std::numeric_limits<float>::infinity() : read_number(word);
+}
+
+PageRank read_rank(const Word& word) {
+  if (word.value == "head") return PageRank::head;
+  if (word.value == "layer") return PageRank::layer;
+  word.fail("ranks no pages; there are head and layer");
 }
 
 /// Pages by a budget of tokens, as Quest and ArkVale count.
@@ -109,6 +121,7 @@ constexpr Key kKeys[] = {
     {"expand", Room::history, [](S& s, const W& w) { s.history.expand = read_switch(w); }},
 
     {"digest", Room::pages, [](S& s, const W& w) { read_digest(w, s.pages); }},
+    {"rank", Room::pages, [](S& s, const W& w) { s.pages.rank = read_rank(w); }},
     {"pages", Room::pages, [](S& s, const W& w) { read_pages(w, s.pages); }},
     {"min_pages", Room::pages, [](S& s, const W& w) { s.pages.min_pages = read_count(w); }},
     {"budget", Room::pages, [](S& s, const W& w) { read_page_tokens(w, s.pages); }},
@@ -161,6 +174,8 @@ constexpr Key kKeys[] = {
     {"most", Room::within, [](S& s, const W& w) { read_larger_of(w, s.budget.min_tokens, s.budget.share); }},
     {"check", Room::bypass, [](S& s, const W& w) { s.bypass_checked = read_switch(w); }},
     {"local", Room::bypass, [](S& s, const W& w) { s.history.local_tokens = read_count(w); }},
+    {"variance", Room::bypass, [](S& s, const W& w) { s.bypass_guards.variance = read_guard(w); }},
+    {"growth", Room::bypass, [](S& s, const W& w) { s.bypass_guards.growth = read_guard(w); }},
     {"sinks", Room::near, [](S& s, const W& w) { s.near.sink_tokens = read_count(w); }},
     {"recent", Room::near, [](S& s, const W& w) { s.near.recent_tokens = read_count(w); }},
     {"every", Room::dense, [](S& s, const W& w) { s.dense_every = read_count(w); }},

@@ -289,7 +289,10 @@ PolicySpec scheduler::what_is_read(const PolicySpec& spec) {
   if (!spec.uses(Source::clusters)) read.clusters = {};
   if (!spec.uses(Source::lsh)) read.lsh = {};
   if (!spec.uses(Source::snapshot)) read.snapshot = {};
-  if (spec.bypass_threshold == 0.f) read.bypass_checked = false;
+  if (spec.bypass_threshold == 0.f) {
+    read.bypass_checked = false;
+    read.bypass_guards = {};
+  }
   if (spec.estimate != Estimate::skewed) read.skewed_share = PolicySpec{}.skewed_share;
   if (spec.estimate != Estimate::channels) read.label_channels = PolicySpec{}.label_channels;
   read.budget = chooses(spec) ? sluice::what_is_read(spec.budget) : BudgetOptions{};

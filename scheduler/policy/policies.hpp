@@ -42,6 +42,10 @@ namespace sluice::scheduler {
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_progressive_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                                    std::uint32_t page_tokens);
 
+/// Whole pages that rank highest for a layer: PageRank::layer (ArkVale); needs LayerReader::page_scores.
+[[nodiscard]] std::unique_ptr<LayerPolicy> make_layer_pages_policy(const PolicySpec& spec, const AttentionShape& shape,
+                                                                   std::uint32_t page_tokens);
+
 /// The best clusters' tokens, as many as a curve fitted to sampled scores says: budget `fitted`, sources `clusters`.
 [[nodiscard]] std::unique_ptr<LayerPolicy> make_fitted_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                               std::uint32_t page_tokens);

@@ -77,6 +77,11 @@ std::uint32_t most_tokens_per_head(const PolicySpec& spec, std::uint32_t n, cons
                              std::min<std::uint64_t>(most, std::min(n, far_tokens_per_head(spec.far, n, shape)))));
 }
 
+bool ranks_itself(const PolicySpec& spec) noexcept {
+  return spec.uses(Source::pages) &&
+         (spec.budget.kind == BudgetKind::progressive || spec.pages.rank == PageRank::layer);
+}
+
 std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const AttentionShape& shape,
                                                std::uint32_t page_tokens, LayerId layer) {
   validate(spec);
@@ -84,6 +89,8 @@ std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const Att
   if (spec.sources == 0) return make_streaming_policy();
   if (spec.estimate == Estimate::int3)
     throw Error(Errc::unsupported, "int3 estimates on the device of an Engine, which has the 3-bit copies; write int4");
+  if (spec.uses(Source::pages) && spec.pages.rank == PageRank::layer)
+    return make_layer_pages_policy(spec, shape, page_tokens);
   switch (spec.budget.kind) {
     case BudgetKind::progressive: return make_progressive_policy(spec, shape, page_tokens);
     case BudgetKind::fitted: return make_fitted_policy(spec, shape, page_tokens);
@@ -101,7 +108,7 @@ std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const Att
 std::uint64_t policy_state_bytes(const PolicySpec& spec, const AttentionShape& shape, std::uint32_t tokens,
                                  std::span<const std::uint32_t> windows) noexcept {
   const BudgetKind kind = spec.budget.kind;
-  const bool keeps = kind != BudgetKind::progressive && kind != BudgetKind::verified;
+  const bool keeps = !ranks_itself(spec) && kind != BudgetKind::verified;
   if (spec.sources == 0 || spec.uses(Source::all) || !keeps) return 0;
   std::uint64_t sparse_layers = 0;
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)

@@ -51,7 +51,8 @@ class SparsePolicy final : public LayerPolicy {
       if (spec.estimate == Estimate::channels) head.labels.emplace(spec.label_channels, shape);
       if (spec.estimate == Estimate::hadamard) head.codes.emplace(shape);
       if (spec.bypass_threshold > 0.f) {
-        head.bypass.emplace(spec.bypass_threshold, shape, spec.near.sink_tokens, spec.history.local_tokens);
+        head.bypass.emplace(spec.bypass_threshold, shape, spec.near.sink_tokens, spec.history.local_tokens,
+                            spec.bypass_guards);
       }
     }
   }

@@ -125,6 +125,11 @@ void check_far(const FarOptions& far) {
            "[1, 2^31) tokens, or a share; to attend sinks and recent tokens alone, write none as the source");
 }
 
+void check_guards(const BypassGuards& guards) {
+  if (!(guards.variance > 0.f)) reject("bypass_guards.variance", number(guards.variance), "(0, infinity]; off is none");
+  if (!(guards.growth >= 0.f)) reject("bypass_guards.growth", number(guards.growth), "[0, infinity]; off is none");
+}
+
 template <class Enum>
 void check_enum(const char* field, Enum value, Enum last) {
   if (value <= last) return;
@@ -138,6 +143,7 @@ void check_enums(const PolicySpec& spec) {
   check_enum("budget.kind", spec.budget.kind, BudgetKind::drawn);
   check_enum("snapshot.pooling", spec.snapshot.pooling, Pooling::mean);
   check_enum("budget.rule", spec.budget.rule, ProgressRule::certified);
+  check_enum("pages.rank", spec.pages.rank, PageRank::layer);
   check_enum("pages.digest", spec.pages.digest, DigestKind::cuboid_mean);
 }
 
@@ -179,6 +185,11 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
       scored && kind == BudgetKind::verified && !only(Source::exact),
       "verified samples from all tokens that are not kept and needs exact alone; write exact | verified=0.1, or use "
       "top_k");
+  const bool by_layer = spec.uses(Source::pages) && spec.pages.rank == PageRank::layer;
+  const bool whole = only(Source::pages) && exact && kind == BudgetKind::top_k && spec.budget.share >= 1.f;
+  refuse_if(by_layer && !(whole && spec.bypass_threshold == 0.f),
+            "rank=layer gives all heads of a layer the same whole pages, and nothing is cut or bypassed; write "
+            "pages:rank=layer | top_k=all, or rank=head");
   const bool skewed = spec.estimate == Estimate::skewed;
   refuse_if(scored && kind == BudgetKind::within && !(only(Source::exact) && skewed),
             "within counts scores of all tokens by skewed channels and needs exact alone; write exact | skewed=20% | "
@@ -256,6 +267,7 @@ void validate(const PolicySpec& spec) {
   check_count("near.recent_tokens", spec.near.recent_tokens, 0, 1'048'576);
   check_share("near.share", spec.near.share);
   check_share("bypass_threshold", spec.bypass_threshold);
+  check_guards(spec.bypass_guards);
   check_count("dense_every", spec.dense_every, 0, 1024);
   if (spec.page_tokens != 0 && (spec.page_tokens < 8 || spec.page_tokens > 256 || !power_of_two(spec.page_tokens))) {
     reject("page_tokens", std::to_string(spec.page_tokens), "0 or a power of two in [8, 256]");

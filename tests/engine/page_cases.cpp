@@ -32,6 +32,8 @@ TEST_CASE("policies that rank pages attend what they attend by themselves, near 
       {"history+pages:quest,pages=2 | top_k=24 | near=0,sinks=4,recent=9", 0},
       {"pages:pages=2+lsh | top_p=0.7 | near=0,sinks=2,recent=3", 7},
       {"pages:budget=64 | top_k=all | near=0,sinks=4,recent=9 | bypass=0.5", 0},
+      {"pages:rank=layer,pages=3 | top_k=all | near=0,sinks=4,recent=9", 7},
+      {"arkvale:rank=layer,budget=48,dense=1 | page=16 | far=max(300, 5%)", 0},
   }));
   CAPTURE(text, near);
   const EngineRig rig = engine_rig();

@@ -180,6 +180,37 @@ TEST_CASE("logits too peaked for the log-normal mean are not bypassed, whatever 
   REQUIRE((tested(bypass, prompt.kv, q, n, near).heads & 1u) == 0u);
 }
 
+TEST_CASE("the guards of a bypass are where they are set", "[bypass]") {
+  constexpr float kNone = std::numeric_limits<float>::infinity();
+  Prompt prompt(100);
+  FakeKv longer = FakeKv::random(400, kDim, kGroup, 1);
+  std::vector<float> q(prompt.last_q.end() - kGroup * kDim, prompt.last_q.end());
+  for (float& x : q) x *= 4.f;
+  aim(longer, q.data(), 0, kSinks, 60.0);
+  prompt.context.kv = &longer;
+  const auto heads = [&](const BypassGuards& guards, std::uint32_t n) {
+    SinkBypass bypass(0.85f, kShape, kSinks, kLocal, guards);
+    bypass.begin(prompt.context);
+    const FakeNear near(n, kSinks, 0);
+    return tested(bypass, longer, q, n, near).heads & 1u;
+  };
+  SinkBypass plain(0.85f, kShape, kSinks, kLocal);
+  plain.begin(prompt.context);
+  const auto variance = static_cast<float>(plain.logits(0, q.data()).variance);
+  REQUIRE(variance > 6.f);
+  REQUIRE(heads({}, 101) == 0u);
+  REQUIRE(heads({.variance = kNone}, 101) == 1u);
+  REQUIRE(heads({.variance = variance * 1.001f}, 101) == 1u);
+  REQUIRE(heads({.variance = variance * 0.999f}, 101) == 0u);
+  // 96 tokens of the prompt beyond the sinks.
+  REQUIRE(heads({.variance = kNone}, 197) == 0u);
+  REQUIRE(heads({.variance = kNone, .growth = kNone}, 400) == 1u);
+  REQUIRE(heads({.variance = kNone, .growth = 0.f}, 100) == 1u);
+  REQUIRE(heads({.variance = kNone, .growth = 0.f}, 101) == 0u);
+  REQUIRE(heads({.variance = kNone, .growth = 2.5f}, 100 + 240) == 1u);
+  REQUIRE(heads({.variance = kNone, .growth = 2.5f}, 100 + 241) == 0u);
+}
+
 TEST_CASE("once most of the context is generated, the prompt's mean and variance bypass nothing", "[bypass]") {
   Prompt prompt(100);
   FakeKv longer = FakeKv::random(400, kDim, kGroup, 1);  // The same keys, and more.

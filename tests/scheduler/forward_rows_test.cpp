@@ -76,7 +76,8 @@ TEST_CASE("a team chooses from no less than each of its rows, and as many", "[pl
 TEST_CASE("a policy of the CPU chooses for a team from what its first row would choose from alone", "[plan][drafts]") {
   const auto* const text = GENERATE("history+pages:share=0.2 | top_p=0.9 | near=0,sinks=4,recent=3",
                                     "history+pages:share=0.1,min_pages=1 | top_k=20 | near=0", "lfps",
-                                    "pages | progressive=0.8 | near=0,sinks=4,recent=16");
+                                    "pages | progressive=0.8 | near=0,sinks=4,recent=16",
+                                    "pages:rank=layer | top_k=all | near=0,sinks=4,recent=16");
   CAPTURE(text);
   const PolicySpec policy = parse_policy(text);
   for (std::uint32_t tokens = 0; tokens < 1500; ++tokens) {
@@ -140,7 +141,7 @@ TEST_CASE("a row's heads together choose no more far tokens than have a budget, 
   const std::string policy_text =
       GENERATE("exact | int4 | top_k=max(20, 5%)", "exact | int4 | top_p=0.9", "pages:box,budget=128 | top_k=all",
                "pages:pages=9 | int4 | top_k=60", "pages:pages=9 | int4 | top_p=0.9", "history | top_k=99",
-               "pages | progressive=0.9", "exact | top_k=all");
+               "pages | progressive=0.9", "exact | top_k=all", "pages:rank=layer,pages=9 | top_k=all");
   const std::string far = GENERATE("max(256, 3%)", "257", "300", "max(400, 11%)");
   CAPTURE(policy_text, far);
   const std::string near = " | near=0,sinks=4,recent=9";

@@ -144,6 +144,10 @@ TEST_CASE("values out of range are refused with field and range", "[policy_text]
   expect(complaint("infinigen:alpha=0"), {"budget.alpha is 0", "(0, 1000]"});
   expect(complaint("infinigen:ratio=0%"), {"skewed_share is 0", "(0, 1]"});
   expect(complaint("lfps:bypass=1.5"), {"bypass_threshold"});
+  expect(complaint("lfps:variance=0"), {"bypass_guards.variance is 0", "(0, infinity]"});
+  expect(complaint("lfps:growth=-1"), {"bypass_guards.growth is -1", "[0, infinity]"});
+  expect(complaint("lfps:variance=wide"), {"\"wide\"", "is not a number"});
+  expect(complaint("lfps | bypass=off,growth=two"), {"is not a number"});
   expect(complaint("pages:pages=0"), {"pages.min_pages is 0"});
   expect(complaint("pages:pages=-2%"), {"\"-2%\" at character 13 is not a share"});
   expect(complaint("full:sinks=4097"), {"near.sink_tokens"});

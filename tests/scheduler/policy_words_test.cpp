@@ -1,4 +1,5 @@
 // Policies that were built in code: all that is read of one is in its words.
+#include <cmath>
 #include <random>
 
 #include "scheduler/policy/text.hpp"
@@ -28,6 +29,12 @@ TEST_CASE("a share of pages stands beside a budget of tokens, and local tokens b
   REQUIRE(spec.history.local_tokens == 9);
   REQUIRE(to_string(spec) == "exact | top_k=8 | near=0%,sinks=4,recent=128 | bypass=sink:0.5,local=9");
   REQUIRE(parse_policy("exact | top_k=8 | bypass=off,local=9").history == HistoryOptions{});
+  spec = parse_policy("lfps:variance=off,growth=0.5");
+  REQUIRE(std::isinf(spec.bypass_guards.variance));
+  REQUIRE(spec.bypass_guards.growth == 0.5f);
+  REQUIRE(to_string(spec).ends_with("| bypass=sink:0.85,variance=off,growth=0.5"));
+  REQUIRE(parse_policy("exact | top_k=8 | bypass=0.5,variance=6,growth=1").bypass_guards == BypassGuards{});
+  REQUIRE(parse_policy("exact | top_k=8 | bypass=off,growth=7").bypass_guards == BypassGuards{});
   spec = parse_policy("none");
   spec.near.share = -0.f;
   REQUIRE(parse_policy(to_string(spec)).near == spec.near);

@@ -36,6 +36,7 @@ constexpr const char* kForgetful[] = {
     "magicpig:recent_prompt=8 | dense=0,every=0",
     "clusters:recluster=64,least=64,size=8,candidates=64+lsh:bits=4,tables=20 | top_k=48 | near=0,sinks=4,recent=16",
     "pages | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=20",
+    "pages:rank=layer,pages=2 | top_k=all | near=0,sinks=4,recent=20",
     "exact | top_k=20 | near=0",
     "exact | top_k=20 | near=0 | bypass=sink:0.3",
     "exact | channels=4 | top_k=20 | near=0,sinks=0,recent=3",

@@ -111,7 +111,6 @@ class Walker {
       for (std::uint32_t page = 0; page < pages; ++page) scores.push_back(q[h] * static_cast<float>(page % 5));
     }
     if (pages < 4) ranked.clear();
-    const bool progressive = spec_.budget.kind == BudgetKind::progressive;
     Choice choice;
     Bypass bypass;
     SelectCounters counters;
@@ -120,7 +119,7 @@ class Walker {
                      .tokens = n_,
                      .q = q.data(),
                      .ranked_pages = spec_.uses(Source::pages) ? ranked : std::vector<std::uint32_t>(),
-                     .page_scores = progressive ? scores : std::vector<float>(),
+                     .page_scores = ranks_itself(spec_) ? scores : std::vector<float>(),
                      .near = &near.set,
                      .kv = &kv_},
                     choice.row, bypass, counters);

@@ -122,14 +122,21 @@ void Reference::rank(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t p
 /// it.
 class Reference::Layer final : public scheduler::LayerReader {
  public:
-  Layer(Reference& of, std::uint32_t layer) : of_(of), layer_(layer) {}
+  Layer(Reference& of, std::uint32_t layer) : of_(of), layer_(layer), scores_(of.shape_.kv_heads) {}
   [[nodiscard]] std::uint64_t step() const noexcept override { return of_.at_ + std::uint64_t{1}; }
   [[nodiscard]] const float* q(std::uint32_t kv_head) const noexcept override { return query(layer_, kv_head); }
   [[nodiscard]] const float* rehearsed(std::uint32_t kv_head) const noexcept override {
     return layer_ == 0 ? nullptr : query(layer_ - 1, kv_head);
   }
+  [[nodiscard]] std::span<const float> page_scores(std::uint32_t kv_head) const noexcept override {
+    return scores_[kv_head];
+  }
   [[nodiscard]] scheduler::KvReader& kv(std::uint32_t kv_head) override {
     return kv_.emplace(of_.reader(layer_, kv_head, of_.at_ + 1));
+  }
+  void rank(std::uint32_t pages) {
+    std::vector<std::uint32_t> none;
+    for (std::uint32_t kv = 0; kv < scores_.size(); ++kv) of_.rank(layer_, kv, pages, 0, scores_[kv], none);
   }
 
  private:
@@ -138,6 +145,7 @@ class Reference::Layer final : public scheduler::LayerReader {
   }
   Reference& of_;
   std::uint32_t layer_;
+  std::vector<std::vector<float>> scores_;  ///< [kv_heads], of policies that rank by themselves
   std::optional<runtime::HostKv> kv_;
 };
 
@@ -149,25 +157,25 @@ Reference::Attended Reference::choose(std::uint32_t layer, std::uint32_t kv_head
   attended.heads.resize(tokens);
   for (std::uint32_t t = 0; t < tokens; ++t) attended.heads[t] = row.in_window(t) ? ~0u : 0;
   if (!layers_[layer]) return attended;
-  std::vector<float> scores;
+  Layer whole(*this, layer);
   std::vector<std::uint32_t> ranked;
-  const bool progressive = policy_.budget.kind == BudgetKind::progressive;
-  if (policy_.uses(Source::pages)) {
-    const std::uint32_t pages = at_ / kPageTokens;  // All but the newest.
-    rank(layer, kv_head, pages, progressive ? 0 : scheduler::budget_pages(policy_.pages, pages, kPageTokens), scores,
-         ranked);
+  const std::uint32_t pages = at_ / kPageTokens;  // All but the newest.
+  if (scheduler::ranks_itself(policy_)) {
+    whole.rank(pages);
+  } else if (policy_.uses(Source::pages)) {
+    std::vector<float> scores;
+    rank(layer, kv_head, pages, scheduler::budget_pages(policy_.pages, pages, kPageTokens), scores, ranked);
   }
   runtime::HostKv kv = reader(layer, kv_head, tokens);
   const scheduler::NearSet near{
       .sink_end = row.sink_end, .recent_begin = row.recent_begin, .page_tokens = kPageTokens};
   scheduler::SelectCounters counters;
-  Layer whole(*this, layer);
   layers_[layer]->select({.kv_head = kv_head,
                           .tokens = tokens,
                           .q = whole.q(kv_head),
                           .rehearsed = whole.rehearsed(kv_head),
                           .ranked_pages = ranked,
-                          .page_scores = progressive ? scores : std::vector<float>{},
+                          .page_scores = whole.page_scores(kv_head),
                           .near = &near,
                           .kv = &kv,
                           .layer = &whole},

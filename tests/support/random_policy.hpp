@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cmath>
 #include <random>
 
 #include "sluice/error.hpp"
@@ -24,6 +25,7 @@ inline void fill_randomly(PolicySpec& spec, std::mt19937& rng) {
   maybe(spec.history.tables, static_cast<HistoryTables>(below(3)));
   maybe(spec.history.expand, false);
   maybe(spec.pages.digest, DigestKind::box);
+  maybe(spec.pages.rank, PageRank::layer);
   maybe(spec.pages.min_pages, 1 + below(9));
   maybe(spec.pages.min_tokens, below(99));
   maybe(spec.pages.share, share());
@@ -56,6 +58,8 @@ inline void fill_randomly(PolicySpec& spec, std::mt19937& rng) {
   maybe(spec.near.sink_tokens, below(20));
   maybe(spec.near.recent_tokens, below(200));
   maybe(spec.bypass_threshold, share());
+  maybe(spec.bypass_guards.variance, below(2) == 0 ? INFINITY : 0.01f + 9.f * share());
+  maybe(spec.bypass_guards.growth, below(2) == 0 ? INFINITY : 3.f * share());
   maybe(spec.dense_layers, below(3));
   maybe(spec.dense_every, below(5));
   maybe(spec.page_tokens, 8u << below(6));

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ import transformers
 
 from sluice._transformers_support import longest
 from sluice.errors import Error, InternalError, OutOfCapacity
-from sluice.evaluation.reading import Reading, read_since
-from sluice.options import Bucket, EngineOptions
+from sluice.evaluation.reading import Reading, audited, prompt_blocks_since, read_since
+from sluice.options import Bucket, EngineOptions, Features
 from sluice.transformers import Enabled, enable_for, options_for
 
 ROWS = 128
@@ -29,6 +29,7 @@ class Setup:
     chunk: int  #: tokens of a prompt that go through the model at once
     host_bytes: int
     options: dict[str, Any] = field(default_factory=dict)  #: others of EngineOptions
+    audit: bool = False  #: what tokens attend is held against exact attention, see `Reading`
 
 
 class Subject:
@@ -62,11 +63,14 @@ class Prefix:
     """A prompt in the cache of a subject."""
 
     def __init__(self, subject: Subject, cache: Any, prompt: Sequence[int]) -> None:
-        self._subject, self._cache, self._tokens = subject, cache, len(prompt)
+        self._subject, self._cache, self._tokens, self._blocks = subject, cache, len(prompt), 1.0
+        before = None if subject.enabled is None else subject.enabled.engine.stats()
         # Parts of equal size: one that is left over would be a single token, and Sluice takes that for a decoded one.
         parts = -(-len(prompt) // subject.chunk)
         for part in range(parts):
             subject.forward(cache, prompt[part * len(prompt) // parts : (part + 1) * len(prompt) // parts], 1)
+        if before is not None:
+            self._blocks = prompt_blocks_since(subject.enabled.engine, before)
 
     @contextlib.contextmanager
     def under(self, policy: str) -> Iterator[Session]:
@@ -78,7 +82,8 @@ class Prefix:
         cache.rows.chooses = True
         try:
             yield Session(self._subject, cache, self._tokens,
-                          1 if chooses_on_cpu(policy) else self._subject.enabled.engine.options.largest.decode_rows)
+                          1 if chooses_on_cpu(policy) else self._subject.enabled.engine.options.largest.decode_rows,
+                          self._blocks)
         finally:
             cache.reset()
 
@@ -86,8 +91,9 @@ class Prefix:
 class Session:
     """A sequence that goes on from a prefix, by tokens that attend what the policy chooses for each of them."""
 
-    def __init__(self, subject: Subject, cache: Any, tokens: int, at_once: int) -> None:
+    def __init__(self, subject: Subject, cache: Any, tokens: int, at_once: int, prompt_blocks: float = 1.0) -> None:
         self._subject, self._cache, self._tokens, self._at_once = subject, cache, tokens, at_once
+        self._prompt_blocks = prompt_blocks
         self._seen = 0
         self._before = None if subject.enabled is None else subject.enabled.engine.stats()
 
@@ -109,7 +115,9 @@ class Session:
         """What the session's tokens have attended and read; None of a model's own attention."""
         if self._before is None or not self._seen:
             return None
-        return read_since(self._subject.enabled.engine, self._before, self._seen)
+        engine = self._subject.enabled.engine
+        reading = replace(read_since(engine, self._before, self._seen), prompt_blocks=self._prompt_blocks)
+        return audited(engine, self._cache.rows.sequences, reading)
 
 
 def chooses_on_cpu(policy: str) -> bool:
@@ -144,7 +152,7 @@ def _arguments(setup: Setup, policies: Sequence[str], rows: int) -> tuple[Any, .
     # No more than go through the decoder at once, and no longer than the model takes: an engine has room for scores of
     # as many rows times as many tokens, which of a small model's 8 GiB would be more than a machine has.
     largest = Bucket(decode_rows=min(rows, ROWS, setup.chunk), prefill_rows=setup.chunk, prefills=1,
-                     max_tokens=longest(_config(setup)))
+                     max_tokens=longest(_config(setup)), features=Features.AUDIT if setup.audit else Features.NONE)
     return setup.model, ordered, setup.host_bytes, largest, 2, dict(setup.options)
 
 

@@ -3,14 +3,17 @@
 # python, root, sluice, device and out. They are there where the models are named, as tools/models.sh makes them:
 #   RECORD_REAL="NAME=DIR ..."         texts of 8,000 and 30,000 tokens, as long as the model takes
 #   RECORD_REAL_TASKS="NAME=FILE ..."  and answers to tasks of `python -m sluice eval --make-tasks`
+# real-text-prompts-* reads prompts by FlexPrefill, and real-text-bypass-* is about LFPS's bypass of heads.
 # What the CPU chooses is decoded token by token: fewer tokens and prompts are asked of it.
 
 real_by_device='full;sluice;exact | int4 | top_k=128;twilight;quest;streaming'
 real_by_cpu='full;tactic;psa;lfps;vattention;magicpig'
+real_bypasses='lfps | bypass=off;lfps;lfps | bypass=0.85,check=on;lfps:variance=off,growth=off'
+real_prompts='full;flexprefill@0.6+lines;flexprefill@0.9;flexprefill@0.9+lines;flexprefill@0.95;flexprefill@0.95+lines;flexprefill@0.98'
 
 real_parts() {
   for each in ${RECORD_REAL:-}; do
-    for who in device cpu; do echo "real-text-$who-${each%%=*}"; done
+    for who in device cpu prompts bypass; do echo "real-text-$who-${each%%=*}"; done
   done
   for each in ${RECORD_REAL_TASKS:-}; do
     for who in device cpu; do echo "real-answers-$who-${each%%=*}"; done
@@ -43,14 +46,20 @@ search() {
 measure_real() {
   case $1 in
     *-device-*) policies=$real_by_device scored=128 asked=96 ;;
+    *-prompts-*) policies=full scored=128 ;;
+    *-bypass-*) policies=$real_bypasses scored=64 ;;
     *) policies=$real_by_cpu scored=64 asked=24 ;;
   esac
   model_name=${1#real-*-*-}
   # shellcheck disable=SC2086 # Lists of words.
   case $1 in
     real-text-*)
-      search "$1" --model "$model_name=$(named "$model_name" $RECORD_REAL)" --text prose --text code --tokens 8000,30000 --score "$scored" \
-        --policies "$policies"
+      case $1 in
+        *-prompts-*) set -- "$1" --prefill "$real_prompts" ;;
+        *-bypass-*) set -- "$1" --audit ;;
+      esac
+      search "$@" --model "$model_name=$(named "$model_name" $RECORD_REAL)" --text prose --text code --tokens 8000,30000 \
+        --score "$scored" --policies "$policies"
       ;;
     real-answers-*)
       search "$1" --model "$model_name=$(named "$model_name" $RECORD_REAL)" --tasks "$model_name=$(named "$model_name" $RECORD_REAL_TASKS)" \

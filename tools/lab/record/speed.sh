@@ -31,6 +31,7 @@ threads=${RECORD_THREADS:-$threads}
 
 speed_parts() {
   for what in together apart alpha bypass; do echo "core-$what"; done
+  for budget in 64 128 256 512 1024 2048; do echo "core-k-$budget"; done
   echo core-kernels
   echo core-kernels-fp8
   echo cpu-batches
@@ -118,6 +119,8 @@ measure_speed() {
     core-together) core "$1" "$core_lengths" "topk;lfps" ;;
     # As LFPS is defined: no query heads that share keys.
     core-apart) core "$1" "$core_lengths" "topk;lfps" --q-heads 8 --kv-heads 8 ;;
+    # With budgets for which exact top-k of what is proposed chooses, or does not.
+    core-k-*) core "$1" "$core_lengths" "topk;lfps" --q-heads 8 --kv-heads 8 --budget "${1#core-k-}" ;;
     core-alpha) core "$1" "$core_lengths" "$alphas" ;;
     core-bypass)
       core "$1" "${core_lengths%%,*}" "$bypasses" --pattern uniform --sinks 0.5,0.72,0.78,0.83,0.88,0.92,0.97,0.99

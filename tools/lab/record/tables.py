@@ -82,6 +82,8 @@ def main():
                                ("prefill-patterns-", "prefill", print_prefill_layer),
                                ("core-together", "attention", print_core("One core, four query heads share keys")),
                                ("core-apart", "attention", print_core("One core, no query heads share keys")),
+                               *((f"core-k-{k}", "attention", print_core(f"One core, {k} tokens per query head"))
+                                 for k in (64, 128, 256, 512, 1024, 2048)),
                                ("core-alpha", "attention", print_core("One core, thresholds of LFPS")),
                                ("core-bypass", "attention", print_core("One core, heads with sinks")),
                                *PRINTERS]:

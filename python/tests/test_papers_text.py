@@ -1,0 +1,104 @@
+"""What docs/papers.md says below its tables of results, and its smaller tables, computed anew."""
+
+from __future__ import annotations
+
+import re
+
+from test_figures import figure, raw, reports
+from test_papers import CHUNKS, ONE, PAGE, SECTIONS, held, near, prompt, rows_of, section, tactic_512k
+
+
+def test_k_of_lfps() -> None:
+    rows = {(row["k"], row["length_tokens"] >> 10, row["method"]): row for row in raw("lfps_k.json")["rows"]}
+    shown = rows_of("LFPS", "k")
+    assert [int(k.replace(",", "")) for k in shown] == sorted({k for k, _, _ in rows})
+
+    def cells(k: int, method: str, key: str, form: str) -> str:
+        return ", ".join(form.format(rows[k, length, method][key]) for length in (4, 16, 64, 128))
+
+    for line in [line for line in section("LFPS").splitlines() if re.match(r"\| [\d,]+ \|", line)]:
+        k = int(line.split("|")[1].replace(",", ""))
+        assert [cell.strip() for cell in line.strip("|").split("|")[1:]] == [
+            cells(k, "lfps", "topk_overlap", "{:.0%}"), cells(k, "lfps", "expanded_share", "{:.1%}"),
+            cells(k, "lfps", "coverage_mean", "{:.2f}"), cells(k, "topk", "coverage_mean", "{:.2f}")]
+    proposed = [round(rows[2048, length, "lfps"]["expanded_share"] * (length << 10), -1) for length in (4, 16, 64, 128)]
+    assert [f"{count:,.0f}" for count in proposed] == ["400", "710", "1,740", "2,290"]
+    assert "about 400, 710, 1,740 and\n2,290 keys per query head" in PAGE
+    assert f"k = 2% is {round(0.02 * (128 << 10)):,} tokens at 128K" in PAGE
+
+
+def test_bypass_of_a_real_checkpoint() -> None:
+    found = raw("lfps_bypass_smollm2.json")["rows"]
+    rows = {row["policy"].replace("lfps:", "lfps | bypass=0.85,"): row for row in found}
+    table = section("LFPS").partition("| policy |")[2].partition("\n\n")[0].splitlines()[2:]
+    shown = [[cell.strip(" `").replace("\x01", "|") for cell in line.replace("\\|", "\x01").strip("|").split("|")]
+             for line in table]
+    assert {cells[0] for cells in shown} == set(rows) - {"full"}
+    for name, *cells in shown:
+        row = rows[name]
+        share = 100 * row["bypassed"]
+        assert cells == [f"{share:.1f}%" if share else "0%", figure(row["kl_over_floor"]), f"{row['coverage']:.2f}"]
+    lowest, highest = rows["lfps | bypass=off"]["kl_mean_95"]
+    assert all(lowest < rows[cells[0]]["kl_mean"] < highest for cells in shown)
+
+
+# ---- What is said below the tables
+
+
+def test_flexprefill_is_said_to_do_what_it_did() -> None:
+    def said(words: str) -> None:
+        assert words in " ".join(section("FlexPrefill").split()), words
+
+    dense = prompt("vertical_slash", "dense", ONE, "total_ms")
+    said(f"an H200 where dense attention takes {dense:.0f} ms")
+    one, chunks = ([prompt("vertical_slash", "flexprefill@0.95", chunk, key) for key in ("select_ms", "total_ms")]
+                   for chunk in (ONE, CHUNKS))
+    said(f"Choosing takes {one[0]:.1f} ms of {one[1]:.0f} ms in one piece and "
+         f"{chunks[0]:.0f} ms of {chunks[1]:.0f} ms in chunks")
+    parts = raw("prompt_budgets.json")["parts"]
+    lines, packed = ([row for row in parts[part]["results"]["prefill"]
+                      if (row["structure"], row["method"]) == ("vertical_slash", "flexprefill@0.8")][0]
+                     for part in ("lines", "packed"))
+    said(f"covers {lines['coverage_mean']:.2f} of the softmax with {lines['blocks_share']:.0%} of the blocks; without "
+         f"it {packed['blocks_share']:.0%} of the blocks cover {packed['coverage_mean']:.2f}")
+    blocks, coverage = ([prompt("query_aware", "flexprefill@0.95", ONE, key, f"flex-tau-{tau}")
+                         for tau in ("0", "0.1", "0.2", "0.3")] for key in ("blocks_share", "coverage_mean"))
+    said(f"With 0 none does, and {blocks[0]:.1%} of the blocks hold {coverage[0]:.2f} of the softmax. With 0.1 to 0.3, "
+         f"{blocks[1]:.1%} of the blocks hold {coverage[1]:.2f}")
+    assert len({f"{share:.1%}" for share in blocks[1:]}) == len({f"{share:.2f}" for share in coverage[1:]}) == 1
+    covered = [prompt("vertical_slash", "flexprefill@0.9", ONE, "coverage_mean", f"flex-budget-{budget}")
+               for budget in (128, 1024, 2048)]
+    said(f"changes coverage in one piece by {max(covered) - min(covered):.3f} at most")
+
+
+def test_prompts_of_a_real_checkpoint() -> None:
+    rows = {row["prefill"]: row for row in raw("flex_smollm2.json")["rows"]}
+    shown = [line for line in section("FlexPrefill").partition("| prompts |")[2].partition("\n\n")[0].splitlines()[2:]]
+    assert len(shown) == len(rows)
+    for line in shown:
+        name, *cells = [cell.strip(" `") for cell in line.strip("|").split("|")]
+        row = rows[{"dense": "full"}.get(name, name.replace(" --lines", "+lines"))]
+        assert cells == [f"{row['prompt_blocks']:.0%}", figure(row["kl_over_floor"]), f"{row['perplexity_ratio']:.3f}"]
+    lines, packed = rows["flexprefill@0.9+lines"], rows["flexprefill@0.9"]
+    assert round(packed["kl_mean"] / lines["kl_mean"]) == 12 and "it is twelve times as near" in section("FlexPrefill")
+    more = lines["prompt_blocks"] / packed["prompt_blocks"]
+    assert f"computes {more:.1f}\ntimes as many blocks" in section("FlexPrefill")
+    few, many = rows["flexprefill@0.6+lines"], rows["flexprefill@0.98"]
+    assert few["prompt_blocks"] < many["prompt_blocks"] and few["kl_mean"] < many["kl_mean"]
+
+
+def test_shares_that_are_given_as_reasons() -> None:
+    reasons = {row: cells for name in SECTIONS for row, cells in rows_of(name).items()}
+    part = raw("serve_h200.json")["limit 100 ms, 15 s, graphs, policies of papers"]
+    served_of = {row["policy"]: row for row in part["results"]["serve"] if row["held"]}
+    for policy, row in (("stream/psa", "requests/s within the limits, x dense, psa"), ("arkvale", "the same, arkvale")):
+        assert f"{served_of[policy]['attended_share']:.0%} of" in reasons[row][2]
+    (quest,) = [row for row in reports(raw("lfps_h200.json"), "decode") if row["method"] == "hybrid/quest"]
+    assert f"{quest['attended_share']:.0%} of" in reasons["the same, x Quest"][2]
+    share = near("quest_8192_h200.json", "tactic | int4", 131072, 16, "near_share")
+    assert f"{share:.0%} are attended" == reasons["the same, 128K"][2]
+    assert f"{float(tactic_512k('1', 'near').strip('%')):.0f}% are attended" == reasons["the same, 512K"][2]
+    (run,) = reports(raw("tactic_twilight_h200.json")["prompt-tactic"], "run")
+    assert f"takes {run['ttft_ms'] / 1000:.1f} s" in reasons["k-means, share of the prompt's time"][2]
+    dense = held("serve_h200.json", "limit 100 ms, 15 s, graphs", "dense")
+    assert f"stays within these limits up to {dense:g}\nrequests/s" in PAGE
