@@ -42,7 +42,7 @@ extern "C" {
 
 /// SLUICE_ABI_VERSION of the library that is loaded: at least the caller's, or functions may be missing.
 SLUICE_API uint32_t sluice_abi_version(void);
-/// "0.1.0"; never null, never freed.
+/// "0.2.0"; never null, never freed.
 SLUICE_API const char* sluice_version(void);
 
 /* ---------------------------------------------------------------------------------------------- errors */

@@ -18,13 +18,22 @@
 namespace sluice::gpu {
 namespace {
 
+/// Why no GPU is shown, and what to do about it. A driver that is not there is "insufficient" to CUDA, too.
+std::string no_gpu(cudaError_t status) {
+  int driver = 0;
+  if (status == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0)
+    return "there is no NVIDIA driver; install one for CUDA 13 or newer (in a container, pass the GPU on), or use the CPU";
+  if (status == cudaErrorNoDevice)
+    return "the driver shows none; look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use the CPU";
+  return describe(status) + "; install a driver for CUDA 13 or newer, or use the CPU";
+}
+
 cudaDeviceProp properties_of(int ordinal) {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess) {
     (void)cudaGetLastError();
-    throw Error(Errc::unsupported, "CUDA device: no GPU can be used: " + describe(status) +
-                                       "; install a driver for CUDA 13, or use the host device");
+    throw Error(Errc::unsupported, "CUDA device: no GPU can be used: " + no_gpu(status));
   }
   if (ordinal < 0 || ordinal >= count)
     throw Error(Errc::device, "CUDA device: there is no GPU " + std::to_string(ordinal) + "; CUDA shows " +

@@ -35,7 +35,8 @@ def doctor() -> int:
     print(f"sluice        {found.version}")
     print(f"ABI           {found.abi_version}, this package needs {structs.ABI_VERSION}")
     print(f"library       {found.path}")
-    print(f"GPUs          {found.cuda_devices()}")
+    gpus = found.cuda_devices()
+    print(f"GPUs          {gpus or '0: no driver for CUDA 13 or newer shows one, or the library was built without nvcc'}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ def test_doctor_without_torch() -> None:
     done = command("doctor", blocked=("torch", "transformers", "fastapi", "uvicorn"))
     assert done.returncode == 0, done.stderr
     assert "library" in done.stdout
+    assert re.search(r"^GPUs +([1-9]\d*|0: no driver .*)$", done.stdout, re.MULTILINE)
 
 
 def test_commands_name_what_they_need() -> None:

@@ -95,6 +95,8 @@ TEST_CASE("few clusters and many are put in order, equal ones by index", "[backe
   const auto [clusters, equal] = GENERATE_COPY(grid(few<3>(kCounts), std::array{false, true}));
   CAPTURE(clusters, equal);
   const auto under_test = backend_under_test();
+  // More of them a GPU sorts in other ways; the CPU sorts all alike.
+  if (under_test->is_cpu() && clusters > 4097) return;
   Options options{.clustered = std::max(3u, clusters + clusters / 2), .clusters = clusters};
   options.problem.tokens = options.clustered + 5;
   options.problem.group = 2;

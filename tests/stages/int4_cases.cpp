@@ -295,10 +295,11 @@ TEST_CASE("estimates of many tasks and of one long task", "[backend][int4]") {
   const auto [count, most, group, head_dim] =
       GENERATE(Size{150, 400, 4, 128}, Size{1, 20'000, 4, 128}, Size{1, 150'003, 4, 128}, Size{1, 250'003, 8, 64},
                Size{1, 150'001, 13, 96}, Size{1, 80'001, 8, 256});
-  const std::uint32_t tokens = kSanitized ? std::min(most, 20'000u) : most;
+  const auto under_test = backend_under_test();
+  // The CPU goes through long sequences as through these, whose last page stays as long as it was.
+  const std::uint32_t tokens = under_test->is_cpu() ? std::min(most, 20'000u + most % 16) : most;
   CAPTURE(bits, count, tokens, group, head_dim);
   const bool many = count != 1;
-  const auto under_test = backend_under_test();
   const Problem problem({.tokens = tokens, .head_dim = head_dim, .group = group});
   const Placed placed = place(*under_test, problem);
   const Copies copies(*under_test, problem, placed, bits);

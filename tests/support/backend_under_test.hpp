@@ -20,7 +20,9 @@ class BackendUnderTest {
  public:
   virtual ~BackendUnderTest() = default;
   [[nodiscard]] virtual Backend& backend() = 0;
+  /// Null of the CPU's.
   [[nodiscard]] virtual Stream* stream() = 0;
+  [[nodiscard]] bool is_cpu() { return stream() == nullptr; }
   /// Memory that the backend's kernels and the test read and write alike, 64-byte aligned, with arbitrary contents;
   /// valid as long as this object.
   [[nodiscard]] virtual std::byte* memory(std::uint64_t bytes) = 0;

@@ -125,7 +125,7 @@ TEST_CASE("a model that is missing or damaged is bad input", "[cli]") {
   CAPTURE(missing.err);
   CHECK(missing.code == 2);
   CHECK(is_one_error(missing));
-  CHECK(contains(missing.err, "nosuch"));
+  CHECK(contains(missing.err, "nosuch: there is no such folder"));
 
   namespace fs = std::filesystem;
   const std::string damaged = scratch.file("model");

@@ -1,6 +1,7 @@
 #include "tools/llama/model.hpp"
 
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "sluice/error.hpp"
@@ -29,6 +30,10 @@ Model::Model(const std::filesystem::path& directory, const ModelOptions& options
     : Model(as_one_error("load the model", [&] { return load(directory, options); })) {}
 
 Model Model::load(const std::filesystem::path& directory, const ModelOptions& options) {
+  std::error_code unknown;
+  if (!std::filesystem::is_directory(directory, unknown))
+    throw Error(Errc::not_found, directory.string() + ": there is no such folder; --model is one with config.json and "
+                                                      "safetensors, as Hugging Face has them");
   ModelConfig config = load_config(directory / "config.json");
   GenerationConfig generation = load_generation_config(directory / "generation_config.json", config.vocab_size);
   if (!generation.eos_token_ids.empty()) config.eos_token_ids = generation.eos_token_ids;

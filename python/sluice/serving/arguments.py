@@ -158,7 +158,24 @@ def device_of(arguments: argparse.Namespace) -> str:
 
     device = arguments.device or ("cuda" if library().cuda_devices() else "cpu")
     device_number(device)
+    if device != "cpu":
+        check_gpu(device)
     return device
+
+
+def check_gpu(device: str) -> None:
+    """Refuses a GPU that is not there, which torch would say with a traceback.
+    @throws Unsupported"""
+    import torch
+
+    from sluice._library import library
+
+    if not torch.cuda.is_available():
+        why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no GPU, or no driver"
+        raise Unsupported(f"--device {device}: {why}; look at nvidia-smi, or use --device cpu")
+    if not library().cuda_devices():
+        raise Unsupported(f"--device {device}: torch finds a GPU, and {library().path} none that it can use; it needs a "
+                          "driver for CUDA 13, and to have been built with nvcc of CUDA 13 on PATH")
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -238,7 +255,8 @@ def check_folder(model: str) -> None:
     elif folder.suffix == GGUF and not folder.exists():
         raise CannotLoad(f"there is no file {model}")
     elif not folder.is_file() and (folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1):
-        raise CannotLoad(f"there is no folder {model}")
+        raise CannotLoad(f"there is no folder {model}; --model is one with config.json, as save_pretrained makes it, a "
+                         f"file of GGUF (*{GGUF}), or a name on the Hugging Face Hub")
 
 
 def check_tokenizer(model: str) -> None:

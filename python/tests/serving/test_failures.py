@@ -17,7 +17,7 @@ from sluice.__main__ import main
 from sluice.serving.arguments import CannotLoad
 from sluice.serving.load import load_loop, load_tokenizer
 from sluice.serving.process import EngineProcess, Settings
-from small import prompt_ids
+from small import DEVICE, prompt_ids
 from waiting import DEADLINE_S, alive, wait_until
 
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -100,6 +100,18 @@ def test_what_is_refused_before_anything_is_loaded(folder: Path, capsys: pytest.
     except SystemExit as ended:  # Of argparse.
         assert ended.code == status
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="there is a GPU")
+@pytest.mark.parametrize("command", ["serve", "run", "eval"])
+def test_a_gpu_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+                                 command: str) -> None:
+    more = {"serve": ["--port", "0"], "run": ["--prompt", "a"], "eval": ["--text", "prose"]}[command]
+    monkeypatch.setattr(EngineProcess, "start", lambda _: pytest.fail("a process was started"))
+    monkeypatch.setattr("sys.argv", ["sluice", command, "--model", str(folder), "--device", "cuda", *more])
+    assert main() == 3
+    told = capsys.readouterr().err
+    assert told.startswith("sluice: --device cuda: torch ") and told.endswith("or use --device cpu\n")
 
 
 def test_a_model_without_a_tokenizer_is_refused_at_once(folder: Path, tmp_path: Path,

@@ -55,7 +55,7 @@ def tokenizer(folder: Path) -> transformers.PreTrainedTokenizerFast:
 def test_generate(folder: Path, tokenizer: transformers.PreTrainedTokenizerFast, policy: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE).eval()
     with enable(model, policy, host_bytes=64 << 20, prefill_rows=1024):
-        for seed in range(2):
+        for seed in range(2 if policy == "sluice" else 1):
             text, answer = needle(seed)
             ids = torch.tensor([tokenizer.encode(text)], device=DEVICE)
             assert ids.shape[1] > 0.8 * TOKENS
@@ -72,12 +72,10 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def test_over_http(server: Server) -> None:
-    client = server.client()
-    for seed in range(2):
-        text, answer = needle(seed)
-        told = client.completions.create(model="testbed", prompt=text, max_tokens=20, temperature=0, stop="\n")
-        assert told.choices[0].text + "\n" == answer and told.choices[0].finish_reason == "stop"
-        assert told.usage.prompt_tokens == len(text.encode()) + 1
+    text, answer = needle(0)
+    told = server.client().completions.create(model="testbed", prompt=text, max_tokens=20, temperature=0, stop="\n")
+    assert told.choices[0].text + "\n" == answer and told.choices[0].finish_reason == "stop"
+    assert told.usage.prompt_tokens == len(text.encode()) + 1
 
 
 def test_the_program_of_the_readme() -> None:

@@ -8,7 +8,7 @@
 
 namespace sluice::tools {
 
-/// Version of this program, e.g. "0.1.0".
+/// Version of this program, e.g. "0.2.0".
 [[nodiscard]] const char* version() noexcept;
 
 /// Memory of the machine and of this process, in bytes; 0 if the kernel does not say.
