@@ -105,13 +105,22 @@ def test_default_policy(page: str) -> None:
     shown = table(page, "tokens | dense in" if page == "README.md" else "tokens | dense | `sluice` | x dense")
     assert set(shown) == {"8K", "32K", "128K", "512K"}
     for tokens, cells in shown.items():
-        report = raw("sample_h200.json")["d1-512"] if tokens == "512K" else raw("error_h200.json")["d1-new-2"]
+        report = raw("default_h200.json")["d1-512" if tokens == "512K" else "d1"]
         length = int(tokens[:-1]) << 10
         row, dense = layer(report, DEFAULT, length), layer(report, "dense in HBM", length)
         short: Callable[[float], str] = lambda us: f"{us:.3g}"  # noqa: E731
         attended = 100 * (row["near_share"] + row["far_share"] + row["fetched_share"])
         assert cells == [short(dense["layer_us"]), short(row["layer_us"]), f"{row['speedup_over_dense']:.2f}",
                          f"{attended:.0f}%" if attended > 9.5 else f"{attended:.1f}%"]
+
+
+def test_all_near() -> None:
+    found = raw("default_h200.json")
+    near = {tokens: layer(found[f"near-{tokens}"], DEFAULT, int(tokens[:-1]) << 10) for tokens in ("8K", "32K", "128K")}
+    assert all(row["far_share"] == 0 for row in near.values())
+    times = [f"{row['layer_us']:.1f}" for row in near.values()]
+    text = (ROOT / "docs/benchmarks.md").read_text()
+    assert f"{times[0]}, {times[1]} and {times[2]} us" in text
 
 
 def test_bounds_on_the_error() -> None:
