@@ -88,7 +88,9 @@ void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLa
 /// `workers`: of `host`.
 void prefill(PrefillVerbs& host, const Workers& workers, const ForwardMemory& memory, const ForwardLayer& layer);
 void rank(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
-void score(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
+void score(SelectVerbs& host, const ForwardMemory& memory, const ForwardLayer& layer);
+/// The caller's scores to where rows that are scored() choose by them.
+void spread_scores(const ForwardMemory& memory, const ForwardLayer& layer);
 void propose(const ForwardMemory& memory, std::uint32_t layer);
 void choose(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);
 void choose_clusters(SelectVerbs& host, const ForwardMemory& memory, std::uint32_t layer);

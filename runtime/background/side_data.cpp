@@ -21,7 +21,7 @@ void SideData::make(std::uint32_t plane, std::span<const std::uint32_t> blocks, 
   copies_.clear();
   digests_.clear();
   const std::uint32_t page_tokens = memory_.layout.page_tokens;
-  const std::uint64_t copy_bytes = memory_.code_layout().page_bytes();
+  const std::uint64_t copy_bytes = memory_.code_page_bytes();
   float* const mean = first == kNone ? nullptr : reinterpret_cast<float*>(key_mean_->data());
   if (mean != nullptr)
     cpu::key_mean(cpu::fastest_kernels(), memory_.far_layout, memory_.far_block(plane, first), mean);
@@ -29,8 +29,12 @@ void SideData::make(std::uint32_t plane, std::span<const std::uint32_t> blocks, 
     const std::uint64_t page = memory_.far_page(plane, blocks[i]);
     const std::uint32_t rows = std::min(page_tokens, tokens - begin);
     const std::byte* const far = memory_.far_block(plane, blocks[i]);
-    copies_.push_back(
-        {.page = far, .rows = rows, .out = memory_.codes + page * copy_bytes, .mean = mean, .bits = memory_.code_bits});
+    if (memory_.has_codes())
+      copies_.push_back({.page = far,
+                         .rows = rows,
+                         .out = memory_.codes + page * copy_bytes,
+                         .mean = mean,
+                         .bits = memory_.code_bits});
     if (memory_.digests != nullptr && rows == page_tokens)
       digests_.push_back({.page = far, .out = memory_.digest_of(plane, blocks[i])});
   }

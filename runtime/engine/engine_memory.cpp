@@ -101,7 +101,7 @@ std::uint64_t listed_blocks(const EngineOptions& options, const ForwardMemory& m
 }
 
 std::uint64_t codes_bytes_of(const ForwardMemory& memory) {
-  return std::uint64_t{memory.blocks} * memory.planes() * memory.code_layout().page_bytes();
+  return std::uint64_t{memory.blocks} * memory.planes() * memory.code_page_bytes();
 }
 std::uint64_t digests_bytes_of(const ForwardMemory& memory) {
   return std::uint64_t{memory.blocks} * memory.planes() * 2 * memory.layout.row_bytes();
@@ -142,13 +142,13 @@ EngineMemory::EngineMemory(const EngineOptions& options, Device& device, Forward
 void EngineMemory::take_device(const EngineOptions& options, ForwardMemory& memory, Device& device,
                                ForwardVerbs& verbs) {
   if (memory.near_pages != 0) near_ = device.allocate(near_bytes_of(memory, memory.near_pages));
-  codes_ = device.allocate(codes_bytes_of(memory));
+  if (memory.has_codes()) codes_ = device.allocate(codes_bytes_of(memory));
   if (options.digests) digests_ = device.allocate(digests_bytes_of(memory));
   const std::uint64_t scratch = verbs.scratch_bytes(memory);
   device_ = device.allocate(carve_device(memory, scratch, nullptr));
   (void)carve_device(memory, scratch, device_->data());
   memory.near = near_ ? near_->data() : device_->data();
-  memory.codes = codes_->data();
+  if (codes_) memory.codes = codes_->data();
   if (digests_) memory.digests = digests_->data();
 }
 
@@ -180,7 +180,7 @@ EngineMemoryUse EngineMemory::use() const noexcept {
   return {.far_pages = largest().blocks * block_bytes(),
           .pinned = pinned_->bytes(),
           .near_pages = near_ ? near_->bytes() : 0,
-          .codes = codes_->bytes(),
+          .codes = codes_ ? codes_->bytes() : 0,
           .digests = digests_ ? digests_->bytes() : 0,
           .buffers = device_->bytes()};
 }
@@ -198,7 +198,7 @@ void EngineMemory::clear(const EngineOptions& options, Device& device) {
   };
   fill(device_->data(), device_->bytes());
   // Pages are read up to the last token alone, but vector loads of their neighbours must find numbers.
-  fill(codes_->data(), codes_->bytes());
+  if (codes_) fill(codes_->data(), codes_->bytes());
   if (digests_) fill(digests_->data(), digests_->bytes());
   if (near_) fill(near_->data(), near_->bytes());
   std::memset(source->data(), 0xff, kPiece);
