@@ -7,6 +7,7 @@ namespace sluice::capi {
 namespace {
 
 static_assert(offsetof(sluice_bucket, drafts) + sizeof(std::uint32_t) == sizeof(sluice_bucket));
+static_assert(offsetof(sluice_attend_args, stream) + sizeof(void*) == sizeof(sluice_attend_args));
 static_assert(offsetof(sluice_plan_item, reserved) + sizeof(std::uint32_t) == sizeof(sluice_plan_item));
 
 Bucket bucket_of(const sluice_bucket* bucket) {
@@ -64,14 +65,38 @@ sluice_status sluice_engine_attend_rehearsed(sluice_engine* engine, const sluice
                                              const sluice_tensor* q, const sluice_tensor* k, const sluice_tensor* v,
                                              const sluice_tensor* rehearsed, const sluice_tensor* out,
                                              const sluice_tensor* lse, void* stream) {
+  const sluice_attend_args args{.struct_size = sizeof args,
+                                .layer = layer,
+                                .q = q,
+                                .k = k,
+                                .v = v,
+                                .out = out,
+                                .lse = lse,
+                                .rehearsed = rehearsed,
+                                .scores = nullptr,
+                                .stream = stream};
+  return sluice_engine_attend_layer(engine, bucket, &args);
+}
+
+sluice_status sluice_engine_attend_layer(sluice_engine* engine, const sluice_bucket* bucket,
+                                         const sluice_attend_args* args) {
   return capi::guarded([&] {
     Engine& of = capi::engine_of(engine);
     const Bucket asked = capi::bucket_of(bucket);
     const capi::Place& place = engine->place;
-    of.attend(asked, LayerId{layer}, capi::readable(q, "q", place), capi::readable(k, "k", place),
-              capi::readable(v, "v", place), capi::writable(out, "out", place), capi::stream_of(*engine, stream),
-              capi::log_sums(lse, asked.rows(), of.options().shape.q_heads, place),
-              rehearsed == nullptr ? TensorView{} : capi::readable(rehearsed, "rehearsed", place));
+    const sluice_attend_args given = capi::read_sized(args, "sluice_attend_args");
+    const auto unless_null = [&](const sluice_tensor* tensor, const char* name) {
+      return tensor == nullptr ? TensorView{} : capi::readable(tensor, name, place);
+    };
+    of.attend(asked, LayerId{given.layer},
+              {.q = capi::readable(given.q, "q", place),
+               .k = capi::readable(given.k, "k", place),
+               .v = capi::readable(given.v, "v", place),
+               .out = capi::writable(given.out, "out", place),
+               .lse = capi::log_sums(given.lse, asked.rows(), of.options().shape.q_heads, place),
+               .stream = capi::stream_of(*engine, given.stream),
+               .rehearsed = unless_null(given.rehearsed, "rehearsed"),
+               .scores = unless_null(given.scores, "scores")});
   });
 }
 

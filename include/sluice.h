@@ -133,7 +133,8 @@ enum {
   SLUICE_BUCKET_UNBOUNDED = 2,  ///< some choose a share of the mass, or attend everything
   SLUICE_BUCKET_PAGES = 4,      ///< some rank pages by their digests
   SLUICE_BUCKET_AUDIT = 8,      ///< what they attend is held against exact attention, see sluice_engine_audit
-  SLUICE_BUCKET_REHEARSED = 16  ///< some choose by rehearsed queries, see sluice_engine_attend_rehearsed
+  SLUICE_BUCKET_REHEARSED = 16,  ///< some choose by rehearsed queries, see sluice_attend_args
+  SLUICE_BUCKET_SCORES = 32      ///< some choose by scores that the caller brings, see sluice_attend_args
 };
 
 /// Everything that is fixed when an engine is created; sluice/engine.hpp says more of each field of
@@ -222,7 +223,8 @@ typedef struct sluice_engine_options {
   uint32_t forecasts;
   /// Bits of a channel of the copies of keys by which the device chooses tokens: 4, or 3, which takes less of its
   /// memory and tells tokens apart less well; what a policy says (`int4`, `int3`) must be the same. 0 (default): what
-  /// policies want that sluice_engine_options_make_room_for is told of, and else 4; an engine's options say which
+  /// policies want that sluice_engine_options_make_room_for is told of, and else 4, or no copies with
+  /// SLUICE_BUCKET_SCORES; an engine's options say which, 0 for none
   uint64_t code_bits;
   /// A forward with fewer lists, decode rows times KV heads, fetches nothing of fetch_share (0): few lists are sooner
   /// attended by the CPU than a kernel that fetches has begun. At least 128 with SLUICE_FETCH_AUTO
@@ -402,6 +404,29 @@ SLUICE_API sluice_status sluice_engine_attend_rehearsed(sluice_engine* engine, c
                                                         const sluice_tensor* v, const sluice_tensor* rehearsed,
                                                         const sluice_tensor* out, const sluice_tensor* lse,
                                                         void* stream);
+/// All that a layer of a forward may be given. Set to 0 first.
+typedef struct sluice_attend_args {
+  uint32_t struct_size;
+  uint32_t layer;                  ///< layers come in order
+  const sluice_tensor* q;          ///< as of sluice_engine_attend, and so the next four
+  const sluice_tensor* k;
+  const sluice_tensor* v;
+  const sluice_tensor* out;
+  const sluice_tensor* lse;        ///< may be null
+  const sluice_tensor* rehearsed;  ///< as of sluice_engine_attend_rehearsed; null: none
+  /// [decode_rows or more, kv_heads or 1, max_tokens of the bucket or more], f32: element t of a row is the score of the
+  /// sequence's token t for one of its KV heads, or for all of them. Row i is of the forward's i-th token that is
+  /// decoded, in the order of the plan's items, prompts left out. Wanted in all layers without a window of buckets with
+  /// SLUICE_BUCKET_SCORES, for policies with the source `scores`, and ignored otherwise, as are rows of other policies,
+  /// what a layer attends anyway, and tokens that a row does not see. Larger scores are chosen first, of equal ones the
+  /// earlier token; -infinity comes behind all numbers, NaN behind that. Budgets `top_p` and `sample` take scores as
+  /// natural logarithms of weights, without scale or softcap. Null: none.
+  const sluice_tensor* scores;
+  void* stream;                    ///< a cudaStream_t; null with the host device
+} sluice_attend_args;
+/// sluice_engine_attend of a bucket of any features. Since version 7.
+SLUICE_API sluice_status sluice_engine_attend_layer(sluice_engine* engine, const sluice_bucket* bucket,
+                                                    const sluice_attend_args* args);
 /// Waits until the forward has run; then its sequences have their new tokens. SLUICE_DEVICE if it did not get to its
 /// end: none of them has, outputs may be NaN, and it can be planned again. SLUICE_TIMEOUT: it can be waited for again,
 /// or cancelled.

@@ -32,6 +32,7 @@ void append_tail(const Kernels& kernels, const ForwardMemory& m, const ForwardLa
 /// Copies of rows [first, first + rows) of a block.
 void make_codes(const Kernels& kernels, const ForwardMemory& m, std::uint32_t plane, std::uint32_t block,
                 std::uint32_t first, std::uint32_t rows, const float* mean) {
+  if (!m.has_codes()) return;
   const CodeLayout copy = m.code_layout();
   const std::byte* const page = m.far_block(plane, block);
   std::byte* const codes = m.codes + m.far_page(plane, block) * copy.page_bytes();
@@ -96,6 +97,7 @@ void derive(const Kernels& kernels, const ForwardMemory& m, std::uint32_t plane,
 }
 
 void renew_key_mean(const Kernels& kernels, const ForwardMemory& m, const ForwardKeyMean& of, std::uint32_t plane) {
+  if (!m.has_codes()) return;
   float* const mean = m.key_mean_of(of.list, plane);
   std::fill_n(mean, m.shape.head_dim, 0.f);
   if (of.tokens == 0) return;

@@ -93,11 +93,12 @@ void rank(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
   });
 }
 
-void score(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
+void score(Backend& host, const ForwardMemory& m, const ForwardLayer& layer) {
   if (!runs(m)) return;
+  spread_scores(m, layer);
   std::vector<ScoreInt4Task> tasks;  // Of all heads: each alone would not keep many threads busy.
-  for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
-    if (row.ranks()) tasks.push_back(estimate_task(m, row, index, m.plane(layer, head)));
+  for_each_head(m, layer.layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
+    if (row.ranks() && !row.scored()) tasks.push_back(estimate_task(m, row, index, m.plane(layer.layer, head)));
   });
   host.score_int4(tasks, m.shape, m.layout, nullptr);
   for (const ScoreInt4Task& task : tasks) perturb(m.shape, task);
@@ -120,7 +121,7 @@ void choose(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
       if (row.mass > 0.f) {
         shares.push_back({.values = {scores, values},
                           .p = row.mass,
-                          .softcap = m.shape.softcap,
+                          .softcap = softcap_of(m, row),
                           .begin = candidates.begin,
                           .end = candidates.end,
                           .most = row.most,

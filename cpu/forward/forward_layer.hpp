@@ -90,7 +90,9 @@ void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLa
 /// `workers`: of `host`.
 void prefill(Backend& host, const Workers& workers, const ForwardMemory& memory, const ForwardLayer& layer);
 void rank(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
-void score(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
+void score(Backend& host, const ForwardMemory& memory, const ForwardLayer& layer);
+/// The caller's scores to where rows that are scored() choose by them.
+void spread_scores(const ForwardMemory& memory, const ForwardLayer& layer);
 void propose(const ForwardMemory& memory, std::uint32_t layer);
 void choose(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
 void choose_clusters(Backend& host, const ForwardMemory& memory, std::uint32_t layer);

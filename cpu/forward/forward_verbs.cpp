@@ -16,7 +16,8 @@ namespace sluice::cpu {
 namespace {
 
 void copy_codes(const ForwardMemory& m, const ForwardBlockCopy& copy) {
-  const std::uint64_t bytes = m.code_layout().page_bytes();
+  const std::uint64_t bytes = m.code_page_bytes();
+  if (bytes == 0) return;
   for (std::uint32_t plane = 0; plane < m.planes(); ++plane)
     std::memcpy(m.codes + m.far_page(plane, copy.to) * bytes, m.codes + m.far_page(plane, copy.from) * bytes, bytes);
 }
@@ -172,7 +173,7 @@ void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) 
   queue(memory, layer.stream, "rank", [this, memory, at = layer.layer] { cpu::rank(host_, memory, at); });
 }
 void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(memory, layer.stream, "score", [this, memory, at = layer.layer] { cpu::score(host_, memory, at); });
+  queue(memory, layer.stream, "score", [this, memory, layer] { cpu::score(host_, memory, layer); });
 }
 void ForwardVerbs::propose(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "propose", [memory, at = layer.layer] { cpu::propose(memory, at); });

@@ -108,6 +108,8 @@ void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) 
 
 void ForwardVerbs::score(const ForwardMemory& memory, const ForwardLayer& layer) {
   const CurrentDevice current(ordinal_);
+  if (memory.bucket.scores && layer.scores.tokens != 0) launch_forward_spread_scores(memory, layer);
+  if (!memory.has_codes()) return;  // Nobody chooses by them.
   const ForwardScratch scratch = choice_of(memory);
   const ScoreInt4Shape shape{.layout = memory.code_layout(),
                              .dtype = memory.layout.dtype,

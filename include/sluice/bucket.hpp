@@ -19,6 +19,7 @@ struct Bucket {
   bool unbounded = false;        ///< of these rows some choose a share of the mass, or attend everything
   bool pages = false;            ///< of these rows some rank pages by their digests
   bool rehearsed = false;        ///< of these rows some choose by rehearsed queries, which `attend` is given
+  bool scores = false;           ///< of these rows some choose by the caller's scores, which `attend` is given
   bool audit = false;            ///< what these rows attend is written down, see ForwardVerbs::audit
   bool trace = false;            ///< when its stages run is written down, see ForwardVerbs::stamp
   /// These rows attend everything, see ForwardVerbs::attend_whole: what an engine says of buckets of short sequences

@@ -39,6 +39,29 @@ struct Batch {
   Bucket bucket{};
 };
 
+/// One layer of a forward, in memory of the device, touched on `stream` alone. With rows = Bucket::rows():
+struct AttendArgs {
+  TensorView q;             ///< [rows, q_heads, head_dim] after RoPE
+  TensorView k;             ///< [rows, kv_heads, head_dim] likewise
+  TensorView v;             ///< as k
+  MutableTensorView out;    ///< as q
+  float* lse = nullptr;     ///< [rows, q_heads] natural log of the sum of exponentials; may be null
+  void* stream = nullptr;   ///< a cudaStream_t with the CUDA device; a Stream* with a host device, or null: at once
+  /// As q: what the attention input of the layer before, as that layer normalised it, gives with this layer's query
+  /// weights, after RoPE. Wanted in all layers but the first of buckets with Bucket::rehearsed, for policies that choose
+  /// by it, and ignored otherwise.
+  TensorView rehearsed{};
+  /// [decode_rows or more, kv_heads or 1, max_tokens of the bucket or more] f32: element t of a row is the score of the
+  /// sequence's token t for one of its KV heads, or for all of them. Row i is of the forward's i-th token that is
+  /// decoded, in the order of the plan's items, prompts left out; padding has rows of any values. Wanted in all layers
+  /// without a window of buckets with Bucket::scores, for policies with the source `scores`, and ignored otherwise, as
+  /// are rows of other policies, what a layer attends anyway, and tokens that a row does not see. Larger scores are
+  /// chosen first, of equal ones the earlier token; -infinity comes behind all numbers, NaN behind that. Budgets `top_p`
+  /// and `sample` take scores as natural logarithms of weights, as they are: EngineOptions::scale and ::softcap are not
+  /// applied.
+  TensorView scores{};
+};
+
 /// Attention for a batch of sequences whose keys and values lie in host memory, driven by the device: `plan` once per
 /// forward, `attend` per layer on the caller's stream. A forward mixes tokens that are decoded, drafts that are
 /// verified and chunks of prompts. What `attend` launches depends on the bucket alone, so that a forward, `attend` for
@@ -50,7 +73,7 @@ struct Batch {
 /// goes by what earlier chunks of the sequence kept, as far as their forwards were finished when one is planned.
 ///
 /// Serves every policy with near=0, dense layers and bypass. On the device choose `full`, `none` (sinks and recent
-/// tokens), `exact | int4` and `pages | int4` with `top_k` or `top_p`, `clusters | int4` with `fitted`, and
+/// tokens), `scores` (those that the caller brings), `exact | int4` and `pages | int4` with `top_k` or `top_p`, `clusters | int4` with `fitted`, and
 /// `pages | top_k=all` (Quest, ArkVale), these without bypass. All others choose on the CPU, between a layer's question
 /// and its answer; pages are ranked on the device for them, too. What a row attends depends on policy, sequence and its
 /// draft group alone, neither on what else is in the batch nor on what is near.
@@ -222,12 +245,14 @@ class Engine {
   /// head_dim], out as q, all of bucket.rows() rows, in device memory; they are touched on `stream` only. `lse` [rows,
   /// q_heads] may be null. Layers in order. Rows of padding get 0. While `stream` is captured nothing runs; a replay is
   /// the forward that was planned last, and one without a plan of its own gets NaN and changes nothing. After
-  /// Error{Errc::device} the forward can only be cancelled. `rehearsed`, as q: what the attention input of the layer
-  /// before, as that layer normalised it, gives with this layer's query weights, after RoPE. Wanted in all layers but
-  /// the first of buckets with Bucket::rehearsed, for policies that choose by it, and ignored otherwise.
+  /// Error{Errc::device} the forward can only be cancelled.
   /// @throws Error{Errc::invalid_argument} naming the tensor that does not fit, or is missing
+  void attend(const Bucket& bucket, LayerId layer, const AttendArgs& args);
+  /// The same of a bucket that wants neither rehearsed queries nor scores.
   void attend(const Bucket& bucket, LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
-              const MutableTensorView& out, void* stream, float* lse = nullptr, const TensorView& rehearsed = {});
+              const MutableTensorView& out, void* stream, float* lse = nullptr) {
+    attend(bucket, layer, {.q = q, .k = k, .v = v, .out = out, .lse = lse, .stream = stream});
+  }
   /// Waits until the forward has run; then its sequences have their new tokens. One that is audited is held against
   /// exact attention before it returns, by the threads that look at prompts; if that takes longer than `timeout`, that
   /// is an Error{Errc::timeout}, too.

@@ -126,7 +126,8 @@ struct EngineOptions {
   /// Of a channel of the copies of all keys by which the device chooses tokens, see CodeLayout: 4, or 3, which takes
   /// head_dim / 8 bytes of device memory less for each token, layer and KV head, and tells tokens apart less well. What
   /// a policy says (`int4`, `int3`) must be the same. 0: what make_room_for says of policies that choose by them; if
-  /// there are none, 4. Engine::options() says which.
+  /// there are none, 4, or no copies where the largest bucket has scores of the caller. Engine::options() says which, 0
+  /// for none.
   std::uint32_t code_bits = 0;
   std::uint32_t max_window = 512;  ///< sinks and recent tokens of a policy, together
   /// Of `sequences`, those whose policies choose among clusters on the device (tactic | int4): each has room in device

@@ -19,6 +19,7 @@ enum class Source : std::uint8_t {
   clusters = 16,  ///< tokens of the k-means clusters whose centroids score highest (Tactic, arXiv 2502.12216)
   lsh = 32,       ///< tokens whose hash meets the query's in enough tables (MagicPIG, arXiv 2410.16179)
   snapshot = 64,  ///< what a prompt's last queries attended most, and all that is generated (SnapKV, arXiv 2404.14469)
+  scores = 128,   ///< every token, by scores that the caller of `attend` brings, such as a trained indexer's
 };
 
 /// How much does each candidate matter?
@@ -243,7 +244,8 @@ struct PolicySpec {
 /// Reads a policy:
 ///
 ///   policy  = (preset [":" options] | source {"+" source}) {"|" stage}
-///   source  = ("all" | "exact" | "history" | "pages" | "clusters" | "lsh" | "snapshot" | "none") [":" options]
+///   source  = ("all" | "exact" | "history" | "pages" | "clusters" | "lsh" | "snapshot" | "scores" | "none")
+///             [":" options]
 ///   stage   = "int4" | "int3" | "channels=" CHANNELS | "hadamard" | "skewed=" SHARE | "rehearsed" | "top_k=" COUNT
 ///           | "top_p=" SHARE | "fitted=" SHARE | "progressive=" SHARE ["," options] | "sampled"
 ///           | "verified=" SHARE ["," options] | "within=" LOGITS ["," options]

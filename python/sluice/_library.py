@@ -51,8 +51,7 @@ _STATUS = {
     "engine_can_admit_policy": (c_void_p, c_char_p, c_uint32, POINTER(c_int)),
     "engine_plan": (c_void_p, POINTER(structs.PlanItem), c_size_t, c_void_p, c_void_p, _OUT_U64),
     "engine_attend": (c_void_p, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
-    "engine_attend_rehearsed": (c_void_p, c_void_p, c_uint32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p,
-                                c_void_p, c_void_p),
+    "engine_attend_layer": (c_void_p, c_void_p, POINTER(structs.AttendArgs)),
     "engine_finish": (c_void_p, c_uint64),
     "engine_cancel": (c_void_p, c_uint64),
     "admission_options_init": (POINTER(structs.AdmissionOptions), c_size_t),
@@ -87,7 +86,7 @@ _RENAMED = {"timeout": "timeout_ms"}  # Of C++'s options, what is not called so 
 
 class Library:
     """A loaded libsluice.so. Its functions are attributes, without `sluice_`; they let other threads run meanwhile.
-    `attend_held` is `engine_attend` that does not, and `attend_rehearsed_held` likewise: what only enqueues is done
+    `attend_held` is `engine_attend` that does not, and `attend_layer_held` likewise: what only enqueues is done
     sooner than other threads give back."""
 
     def __init__(self, name: str) -> None:
@@ -113,8 +112,8 @@ class Library:
             setattr(self, function, destroy)
         for function, arguments in _STATUS.items():
             setattr(self, function, self._typed(calls, function, arguments))
-        self.attend_held, self.attend_rehearsed_held = (
-            self._typed(held, name, _STATUS[name]) for name in ("engine_attend", "engine_attend_rehearsed"))
+        self.attend_held, self.attend_layer_held = (
+            self._typed(held, name, _STATUS[name]) for name in ("engine_attend", "engine_attend_layer"))
 
     @staticmethod
     def _typed(library: ctypes.CDLL, function: str, arguments: tuple) -> ctypes._CFuncPtr:

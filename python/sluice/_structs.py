@@ -112,6 +112,14 @@ class Bucket(Sized):
     ]
 
 
+class AttendArgs(Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("layer", c_uint32),
+        *((name, c_void_p) for name in ("q", "k", "v", "out", "lse", "rehearsed", "scores", "stream")),
+    ]
+
+
 class PlanItem(Sized):
     _fields_ = [
         ("struct_size", c_uint32),

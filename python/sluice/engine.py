@@ -50,11 +50,11 @@ class Engine(Closing):
         cuda = made.device_type == structs.DEVICE_CUDA
         # On the host attend is the computation itself, long enough for others to run.
         self._attend = lib.attend_held if cuda else lib.engine_attend
-        self._attend_rehearsed = lib.attend_rehearsed_held if cuda else lib.engine_attend_rehearsed
+        self._attend_layer = lib.attend_layer_held if cuda else lib.engine_attend_layer
         self._asynchronous = cuda
         self._exports: list[object] = []
         self._q, self._k, self._v = (Argument(name, self._exports, cuda) for name in "qkv")
-        self._rehearsed = Argument("rehearsed", self._exports, cuda)
+        self._rehearsed, self._scores = (Argument(name, self._exports, cuda) for name in ("rehearsed", "scores"))
         self._out, self._lse = (Argument(name, self._exports, cuda, written=True) for name in ("out", "lse"))
         # Tensors that a stream may still use, by forward in the order of plans, and by sequence that is imported.
         self._forwards: dict[int, list[object]] = {}
@@ -214,11 +214,16 @@ class Engine(Closing):
         return forward.value
 
     def attend(self, bucket: Bucket, layer: int, q: Any, k: Any, v: Any, out: Any, lse: Any = None,
-               stream: Any = None, rehearsed: Any = None) -> None:
+               stream: Any = None, rehearsed: Any = None, scores: Any = None) -> None:
         """One layer of a forward of this bucket; layers come in order. q, out [rows, q_heads, head_dim], k, v [rows,
         kv_heads, head_dim], lse [rows, q_heads] in f32, with as many rows as the bucket has. `rehearsed`, as q, in
         every layer but the first of buckets with Features.REHEARSED: what the attention input of the layer before, as
-        that layer has normalised it, gives with this layer's query weights, after RoPE."""
+        that layer has normalised it, gives with this layer's query weights, after RoPE. `scores` [decode_rows or more,
+        kv_heads or 1, max_tokens of the bucket or more] in f32, in every layer without a window of buckets with
+        Features.SCORES: element t of a row is what the model's indexer says of the sequence's token t, for a KV head or
+        for all; row i is of the forward's i-th token that is decoded, in the order of its items, prompts left out.
+        Larger ones are chosen first; -inf comes behind all numbers, NaN behind that; tokens that a row does not see, and
+        rows of policies without the source `scores`, are not looked at."""
         if layer >> 32:
             raise InvalidArgument(f"layer is {layer}; it must be one of the engine's")
         with self._lock:
@@ -226,20 +231,22 @@ class Engine(Closing):
             if handle is None:
                 raise _closed()
             try:
-                inputs = (handle, bucket._address, layer, self._q(q), self._k(k), self._v(v))
-                rest = (self._out(out), None if lse is None else self._lse(lse),
-                        None if stream is None else _stream(stream))
-                if rehearsed is None:
-                    status = self._attend(*inputs, *rest)
+                tensors = (self._q(q), self._k(k), self._v(v), self._out(out), None if lse is None else self._lse(lse))
+                on = None if stream is None else _stream(stream)
+                if rehearsed is None and scores is None:
+                    status = self._attend(handle, bucket._address, layer, *tensors, on)
                 else:
-                    status = self._attend_rehearsed(*inputs, self._rehearsed(rehearsed), *rest)
+                    args = structs.AttendArgs(
+                        0, layer, *tensors, None if rehearsed is None else self._rehearsed(rehearsed),
+                        None if scores is None else self._scores(scores), on)
+                    status = self._attend_layer(handle, bucket._address, byref(args))
             finally:
                 self._exports.clear()
             if status:
                 raise self._library.error(status, self._owner)
             if self._asynchronous and self._forwards:
                 # All layers of a forward are enqueued before the next is planned.
-                self._forwards[next(reversed(self._forwards))].append((q, k, v, out, lse, rehearsed))
+                self._forwards[next(reversed(self._forwards))].append((q, k, v, out, lse, rehearsed, scores))
 
     def finish(self, forward: int) -> None:
         """Waits until the forward has run; then its sequences have their new tokens. After DeviceError none has, and

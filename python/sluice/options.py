@@ -13,7 +13,7 @@ from typing import Literal
 from sluice import _structs as structs
 from sluice import figures
 from sluice._library import library
-from sluice.errors import InvalidArgument
+from sluice.errors import InvalidArgument, Unsupported
 from sluice.figures import Memory
 
 
@@ -26,6 +26,7 @@ class Features(enum.IntFlag):
     PAGES = 4  #: some rank pages by their digests
     AUDIT = 8  #: what they attend is held against exact attention, see `Engine.audit`
     REHEARSED = 16  #: some choose by rehearsed queries, which `Engine.attend` is given
+    SCORES = 32  #: some choose by scores that the caller brings to `Engine.attend`
 
 
 @dataclass(frozen=True)
@@ -253,6 +254,13 @@ def _numbers(name: str, values: Sequence[int]) -> tuple[int, ctypes.Array]:
     if numbers is None:
         raise InvalidArgument(f"{name} is {values!r}; it must be a list of whole numbers")
     return len(numbers), (ctypes.c_uint32 * len(numbers))(*(_unsigned(name, number) for number in numbers))
+
+
+def _refuse_scores(options: EngineOptions, policy: str, models: str) -> None:
+    """Raises Unsupported if a policy wants scores, which nobody takes from the layers of these models."""
+    if options.largest is not None and Features.SCORES in options.largest.features:
+        raise Unsupported(f"policy {policy} chooses by scores of a model's own indexer, which {models} do not hand over; "
+                          "choose by copies of keys, as in exact | int4 | sample=256, or drive a sluice.Engine")
 
 
 def _unsigned(name: str, value: int, bits: int = 32) -> int:

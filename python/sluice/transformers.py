@@ -31,7 +31,7 @@ from sluice._transformers_support import (NAME, attention_shape, changing, choos
                                           refuse_of_the_model, refuse_rehearsed)
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, OutOfCapacity, Unsupported
-from sluice.options import Bucket, EngineOptions, _unsigned
+from sluice.options import Bucket, EngineOptions, _refuse_scores, _unsigned
 
 _SEQUENCES = 16  # Where it is not said how many.
 _OWNER = "enable()'s "  # Of options, in messages.
@@ -109,6 +109,7 @@ def options_for(model: transformers.PreTrainedModel, policies: Sequence[str], ho
     for policy in policies:
         made.make_room_for(policy, longest(config))
         refuse_rehearsed(made, policy)
+        _refuse_scores(made, policy, "models of transformers")
     made.cpu_sequences = made.cpu_sequences and sequences
     made.cluster_sequences = made.cluster_sequences and sequences
     choose_near(made, options.get("near_bytes"), longest(config))

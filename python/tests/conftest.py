@@ -77,7 +77,10 @@ def forward(engine: sluice.Engine, bucket: sluice.Bucket, *parts: Part) -> None:
                 rows[row : row + count] = all_of[layer, first : first + count]
             row += count
         asked = layer > 0 and sluice.Features.REHEARSED in bucket.features
-        engine.attend(bucket, layer, q, k, v, out, lse, rehearsed=-q if asked else None)
+        scored = sluice.Features.SCORES in bucket.features
+        scores = np.zeros((bucket.decode_rows, 1, engine.options.largest.max_tokens), np.float32)
+        engine.attend(bucket, layer, q, k, v, out, lse, rehearsed=-q if asked else None,
+                      scores=scores if scored else None)
         row = 0
         for _, story, first, count, _ in parts:
             want, want_lse = story.want(layer, first, count)

@@ -108,6 +108,37 @@ def test_a_rehearsed_query_decides(make: Make) -> None:
     want = np.repeat(story.v[1, 20] / 2, Q_HEADS // KV_HEADS, axis=0)
     np.testing.assert_allclose(out[0], want, rtol=1e-5, atol=1e-5)
 
+def test_scores_decide(make: Make) -> None:
+    """What a caller's indexer says: the keys are not looked at."""
+    policy = "scores | top_k=1 | near=0,sinks=0,recent=1"
+    engine = make(policy)
+    assert engine.options.largest is not None and sluice.Features.SCORES in engine.options.largest.features
+    assert engine.options.code_bits == 0 and engine.memory().codes == 0
+    mixed, decode = buckets(engine)
+    a, story = engine.begin(policy), Story(9)
+    forward(engine, mixed, (a, story, 0, 60, True))
+    number = engine.plan([sluice.PlanItem(a)], decode)
+    q, k, v = (np.zeros((decode.rows, heads, HEAD_DIM), np.float32) for heads in (Q_HEADS, KV_HEADS, KV_HEADS))
+    tokens = engine.options.largest.max_tokens
+    scores = np.full((decode.rows, KV_HEADS, tokens), -np.inf, np.float32)
+    scores[0, :, 20], scores[0, :, 30], scores[0, :, 40:] = 3, np.nan, 9  # Of which 60 alone is there, and new.
+    scores[0, 1, 7] = 4
+    scores[0, :, 40:60] = -1
+    out = np.zeros_like(q)
+    with pytest.raises(sluice.InvalidArgument, match="layer 0 comes without scores"):
+        engine.attend(decode, 0, q, k, v, out)
+    with pytest.raises(sluice.InvalidArgument, match=r"scores is \[4, 2, \d+\]; this bucket needs \[4, 2 or 1, "):
+        engine.attend(decode, 0, q, k, v, out, scores=scores[:, :, 1:])
+    with pytest.raises(sluice.InvalidArgument, match="f32"):
+        engine.attend(decode, 0, q, k, v, out, scores=scores.astype(np.float16))
+    for layer in range(LAYERS):
+        engine.attend(decode, layer, q, k, v, out, scores=scores)
+    engine.finish(number)
+    # What was chosen and the newest, whose value is 0, alike.
+    chosen = np.stack([story.v[LAYERS - 1, 20, 0], story.v[LAYERS - 1, 7, 1]])
+    np.testing.assert_allclose(out[0], np.repeat(chosen / 2, Q_HEADS // KV_HEADS, axis=0), rtol=1e-5, atol=1e-5)
+
+
 
 def test_prompts_that_are_known_in_part(make: Make) -> None:
     engine = make()

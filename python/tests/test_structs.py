@@ -18,6 +18,7 @@ MIRRORED = {
     "sluice_tensor": structs.Tensor,
     "sluice_engine_options": structs.EngineOptions,
     "sluice_bucket": structs.Bucket,
+    "sluice_attend_args": structs.AttendArgs,
     "sluice_plan_item": structs.PlanItem,
     "sluice_admission_options": structs.AdmissionOptions,
     "sluice_request": structs.Request,

@@ -267,9 +267,8 @@ void Engine::import_prefix(SequenceId sequence, LayerId layer, const TensorView&
 Batch Engine::plan(std::span<const PlanItem> items, const Bucket& bucket, void* stream) {
   return translated([&] { return impl_->plan(items, bucket, stream); });
 }
-void Engine::attend(const Bucket& bucket, LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
-                    const MutableTensorView& out, void* stream, float* lse, const TensorView& rehearsed) {
-  translated([&] { impl_->attend(bucket, layer, q, k, v, out, stream, lse, rehearsed); });
+void Engine::attend(const Bucket& bucket, LayerId layer, const AttendArgs& args) {
+  translated([&] { impl_->attend(bucket, layer, args); });
 }
 void Engine::finish(const Batch& batch) {
   translated([&] { impl_->finish(batch); });

@@ -104,15 +104,14 @@ Batch Engine::Impl::plan(std::span<const PlanItem> items, const Bucket& asked, v
   return batch;
 }
 
-void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& q, const TensorView& k,
-                          const TensorView& v, const MutableTensorView& out, void* stream, float* lse,
-                          const TensorView& rehearsed) {
+void Engine::Impl::attend(const Bucket& asked, LayerId layer, const AttendArgs& args) {
   const Bucket bucket = resolved(asked, "attend");
   const AttentionShape& shape = options.shape;
-  require_tensor(q, "q", bucket.rows(), shape.q_heads, shape.head_dim);
-  require_tensor(k, "k", bucket.rows(), shape.kv_heads, shape.head_dim);
-  require_tensor(v, "v", bucket.rows(), shape.kv_heads, shape.head_dim);
-  require_tensor(out, "out", bucket.rows(), shape.q_heads, shape.head_dim);
+  void* const stream = args.stream;
+  require_tensor(args.q, "q", bucket.rows(), shape.q_heads, shape.head_dim);
+  require_tensor(args.k, "k", bucket.rows(), shape.kv_heads, shape.head_dim);
+  require_tensor(args.v, "v", bucket.rows(), shape.kv_heads, shape.head_dim);
+  require_tensor(args.out, "out", bucket.rows(), shape.q_heads, shape.head_dim);
   if (importing != 0)
     throw Error(Errc::invalid_argument, "attend: an import is under way; give it its other layers, or begin it again");
   if (next_layer == kNone)
@@ -120,16 +119,18 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const TensorView& 
   if (layer.value >= shape.layers || (layer.value != 0 && layer.value != next_layer))
     throw Error(Errc::invalid_argument,
                 "attend: layer " + text(layer.value) + " is not the next; layers come in order");
-  require_rehearsed(bucket, layer, rehearsed);
+  require_rehearsed(bucket, layer, args.rehearsed);
+  const bool scored = require_scores(bucket, layer, args.scores);
   require_capturable(bucket, stream);
   const ForwardMemory m = memory.of(bucket).in(layer.value);
   const ForwardLayer call{.layer = layer.value,
-                          .q = q,
-                          .k = k,
-                          .v = v,
-                          .rehearsed = bucket.rehearsed && layer.value != 0 ? rehearsed : TensorView{},
-                          .out = out,
-                          .lse = lse == nullptr && bucket.audit ? m.audit_sums : lse,
+                          .q = args.q,
+                          .k = args.k,
+                          .v = args.v,
+                          .rehearsed = bucket.rehearsed && layer.value != 0 ? args.rehearsed : TensorView{},
+                          .scores = scored ? args.scores : TensorView{},
+                          .out = args.out,
+                          .lse = args.lse == nullptr && bucket.audit ? m.audit_sums : args.lse,
                           .stream = stream};
   if (layer.value == 0) verbs.begin(m, stream);
   // Should one of these throw, part of the layer is enqueued: it cannot be repeated.
@@ -154,9 +155,34 @@ void Engine::Impl::require_rehearsed(const Bucket& bucket, LayerId layer, const 
   if (rehearsed.tokens == 0)
     throw Error(Errc::invalid_argument, "attend: the bucket has rehearsed queries, and layer " + text(layer.value) +
                                             " comes without; give it what the attention input of the layer before "
-                                            "gives with this layer's query weights (in C by "
-                                            "sluice_engine_attend_rehearsed), or plan without Bucket::rehearsed");
+                                            "gives with this layer's query weights "
+                                            "(AttendArgs::rehearsed), or plan without Bucket::rehearsed");
   require_tensor(rehearsed, "rehearsed", bucket.rows(), options.shape.q_heads, options.shape.head_dim);
+}
+
+bool Engine::Impl::require_scores(const Bucket& bucket, LayerId layer, const TensorView& scores) const {
+  if (!bucket.scores || memory.largest().window_in(layer.value) != 0) return false;
+  const std::string name = "attend: layer " + text(layer.value);
+  const std::uint32_t kv_heads = options.shape.kv_heads;
+  const auto shape = [](std::uint32_t rows, const std::string& heads, std::uint32_t tokens) {
+    return "[" + text(rows) + ", " + heads + ", " + text(tokens) + "]";
+  };
+  if (scores.tokens == 0)
+    throw Error(Errc::invalid_argument, name + " comes without scores, and the bucket has some; give it " +
+                                            shape(bucket.decode_rows, text(kv_heads) + " or 1", bucket.max_tokens) +
+                                            " in f32 (AttendArgs::scores), or plan without Bucket::scores");
+  if (scores.tokens < bucket.decode_rows || (scores.heads != 1 && scores.heads != kv_heads) ||
+      scores.head_dim < bucket.max_tokens)
+    throw Error(Errc::invalid_argument,
+                name + ": scores is " + shape(scores.tokens, text(scores.heads), scores.head_dim) +
+                    "; this bucket needs " + shape(bucket.decode_rows, text(kv_heads) + " or 1", bucket.max_tokens) +
+                    ", or more rows and tokens");
+  if (scores.dtype != DType::f32)
+    throw Error(Errc::invalid_argument, name + ": scores.dtype is not f32; convert them");
+  if (scores.data == nullptr || reinterpret_cast<std::uintptr_t>(scores.data) % sizeof(float) != 0)
+    throw Error(Errc::invalid_argument, name + ": scores.data is null or no multiple of 4; give it the address of its "
+                                               "first element");
+  return true;
 }
 
 void Engine::Impl::require_uncaptured(const char* what, void* stream) const {

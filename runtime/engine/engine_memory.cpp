@@ -104,7 +104,7 @@ std::uint64_t listed_blocks(const EngineOptions& options, const ForwardMemory& m
 }
 
 std::uint64_t codes_bytes_of(const ForwardMemory& memory) {
-  return std::uint64_t{memory.blocks} * memory.planes() * memory.code_layout().page_bytes();
+  return std::uint64_t{memory.blocks} * memory.planes() * memory.code_page_bytes();
 }
 std::uint64_t digests_bytes_of(const ForwardMemory& memory) {
   return std::uint64_t{memory.blocks} * memory.planes() * 2 * memory.layout.row_bytes();
@@ -145,13 +145,13 @@ EngineMemory::EngineMemory(const EngineOptions& options, Device& device, Forward
 void EngineMemory::take_device(const EngineOptions& options, ForwardMemory& memory, Device& device,
                                ForwardVerbs& verbs) {
   if (memory.near_pages != 0) near_ = device.allocate(near_bytes_of(memory, memory.near_pages));
-  codes_ = device.allocate(codes_bytes_of(memory));
+  if (memory.has_codes()) codes_ = device.allocate(codes_bytes_of(memory));
   if (options.digests) digests_ = device.allocate(digests_bytes_of(memory));
   const std::uint64_t scratch = verbs.scratch_bytes(memory);
   device_ = device.allocate(carve_device(memory, scratch, nullptr));
   (void)carve_device(memory, scratch, device_->data());
   memory.near = near_ ? near_->data() : device_->data();
-  memory.codes = codes_->data();
+  if (codes_) memory.codes = codes_->data();
   if (digests_) memory.digests = digests_->data();
 }
 
@@ -183,7 +183,7 @@ EngineMemoryUse EngineMemory::use() const noexcept {
   return {.far_pages = largest().blocks * block_bytes(),
           .pinned = pinned_->bytes(),
           .near_pages = near_ ? near_->bytes() : 0,
-          .codes = codes_->bytes(),
+          .codes = codes_ ? codes_->bytes() : 0,
           .digests = digests_ ? digests_->bytes() : 0,
           .buffers = device_->bytes()};
 }
@@ -193,7 +193,7 @@ void EngineMemory::clear(const EngineOptions& options, Device& device) {
   const auto all_of = [](const Buffer& buffer) { return std::span(buffer.data(), buffer.bytes()); };
   stream->fill(all_of(*device_), std::byte{0});
   // Pages are read up to the last token alone, but vector loads of their neighbours must find numbers.
-  stream->fill(all_of(*codes_), std::byte{0});
+  if (codes_) stream->fill(all_of(*codes_), std::byte{0});
   if (digests_) stream->fill(all_of(*digests_), std::byte{0});
   if (near_) stream->fill(all_of(*near_), std::byte{0});
   static_assert(kNone == 0xffff'ffffu);

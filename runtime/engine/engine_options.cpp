@@ -144,6 +144,7 @@ void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& op
   bucket.unbounded |= needs.bucket.unbounded;
   bucket.pages |= needs.bucket.pages;
   bucket.rehearsed |= needs.bucket.rehearsed;
+  bucket.scores |= needs.bucket.scores;
   options.max_window = std::max(options.max_window, needs.window);
   options.max_picks = std::max(options.max_picks, needs.picks);
   options.max_ranked = std::max(options.max_ranked, needs.ranked);

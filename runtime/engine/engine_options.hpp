@@ -9,9 +9,10 @@ namespace sluice::runtime {
 /// What is wrong with the options, by name.  @throws Error{Errc::invalid_argument}
 void validate(const EngineOptions& options);
 
-/// Of a channel of keys' copies.
+/// Of a channel of keys' copies; 0: there are none, as rows choose by scores of the caller and no policy names a width.
 [[nodiscard]] inline std::uint32_t code_bits_of(const EngineOptions& options) noexcept {
-  return options.code_bits == 0 ? kCodeBits : options.code_bits;
+  if (options.code_bits != 0) return options.code_bits;
+  return options.largest.scores ? 0 : kCodeBits;
 }
 
 [[nodiscard]] inline scheduler::ForwardLimits limits_of(const EngineOptions& options) noexcept {

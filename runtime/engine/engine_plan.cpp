@@ -39,7 +39,8 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   Bucket resolved = bucket;
   if (resolved.max_tokens == 0) resolved.max_tokens = largest.max_tokens;
   if (resolved.decode_rows == 0) {  // Nothing to choose.
-    resolved.top_k = resolved.unbounded = resolved.pages = resolved.rehearsed = resolved.audit = false;
+    resolved.top_k = resolved.unbounded = resolved.pages = resolved.rehearsed = resolved.scores = false;
+    resolved.audit = false;
     resolved.drafts = 1;
   }
   const auto in = [&](const char* field, std::uint32_t value, std::uint32_t most) {
@@ -57,12 +58,14 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   in("unbounded", resolved.unbounded, largest.unbounded);
   in("pages", resolved.pages, largest.pages);
   in("rehearsed", resolved.rehearsed, largest.rehearsed);
+  in("scores", resolved.scores, largest.scores);
   in("audit", resolved.audit, largest.audit);
   in("trace", resolved.trace, largest.trace);
   // All of its rows attend everything, unless some may not.
   const bool dense = resolved.decode_rows != 0 && resolved.max_tokens <= options.dense_tokens &&
                      options.cpu_sequences == 0 && options.cluster_sequences == 0;
-  if (dense) resolved.top_k = resolved.unbounded = resolved.pages = resolved.rehearsed = false;
+  if (dense)
+    resolved.top_k = resolved.unbounded = resolved.pages = resolved.rehearsed = resolved.scores = false;
   // Where not all of them may be near the CPU attends in place, unless it is the device that does; and far rows are
   // counted in 31 bits, values among them.
   const std::uint64_t page = options.page_tokens;
@@ -159,6 +162,7 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
   std::fill_n(m.slip_rows, m.bucket.decode_rows, ForwardRow{});
   std::fill_n(m.slip_chunks, m.bucket.prefills, ForwardChunk{});
   std::uint32_t at = 0;
+  std::uint32_t decoded = 0;  // Tokens before an item's.
   ForwardRow* row = m.slip_rows;
   ForwardChunk* chunk = m.slip_chunks;
   for (const auto& [sequence, item] : wanted) {
@@ -169,6 +173,7 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
     }
     const auto put = [&](const ForwardRow& chooses, std::uint32_t before) {
       *row = chooses;
+      if (scheduler::brings_scores(sequence->spec)) row->scores = decoded + before;
       if (sequence->clusters.slot != kNone)
         scheduler::choose_clusters(sequence->spec, sequence->clusters.slot, sequence->clusters.schedule.clusters(),
                                    sequence->clusters.schedule.clustered(), *row);
@@ -185,6 +190,7 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
     if (!item.prefill)
       scheduler::for_each_choice(sequence->spec, sequence->planned, item.tokens, m.bucket.drafts,
                                  runtime::limits_of(options).shape, put);
+    if (!item.prefill) decoded += item.tokens;
     for (std::uint32_t i = 0; i < item.tokens; ++i, ++at) {
       m.slip_tokens[at] = {.list = list,
                            .position = sequence->planned + i,
@@ -200,7 +206,7 @@ void Engine::Impl::count_reads(const Sequence& sequence, const ForwardRow& row) 
   const std::uint64_t heads = std::uint64_t{options.shape.group()} * programs.newest().bucket.drafts;
   const std::uint64_t in_pages = heads * row.page_picks * options.page_tokens;
   runtime::Program& program = programs.newest();
-  if (row.ranks()) program.estimated += planes * (row.in_pages() ? in_pages + window : row.tokens);
+  if (row.ranks() && !row.scored()) program.estimated += planes * (row.in_pages() ? in_pages + window : row.tokens);
   if (row.clusters.count != 0) program.estimated += planes * heads * (row.clusters.samples.size() + window);
   program.ranked_pages += planes * row.pages;
 }

@@ -50,10 +50,11 @@ struct Engine::Impl : cpu::Kept {
   void import_prefix(SequenceId id, LayerId layer, const TensorView& k, const TensorView& v, void* stream,
                      const TensorView& q);
   [[nodiscard]] Batch plan(std::span<const PlanItem> items, const Bucket& asked, void* stream);
-  void attend(const Bucket& asked, LayerId layer, const TensorView& q, const TensorView& k, const TensorView& v,
-              const MutableTensorView& out, void* stream, float* lse, const TensorView& rehearsed);
+  void attend(const Bucket& asked, LayerId layer, const AttendArgs& args);
   /// What a bucket with rehearsed queries wants of a layer is there, and fits.
   void require_rehearsed(const Bucket& bucket, LayerId layer, const TensorView& rehearsed) const;
+  /// Likewise of one with scores; whether the layer wants some.
+  bool require_scores(const Bucket& bucket, LayerId layer, const TensorView& scores) const;
   void enqueue(Stage stage, const ForwardMemory& memory, const ForwardLayer& layer);
   /// What stands between `split` and what wants the answer, before each stage that comes behind it: who waits where
   /// kernels do not.

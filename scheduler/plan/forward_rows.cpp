@@ -27,7 +27,9 @@ bool by_copies(const PolicySpec& spec) noexcept {
 }
 
 /// Whether tokens are drawn, and divided by their chance.
-bool draws(const PolicySpec& spec) noexcept { return by_copies(spec) && spec.budget.kind == BudgetKind::drawn; }
+bool draws(const PolicySpec& spec) noexcept {
+  return (by_copies(spec) || brings_scores(spec)) && spec.budget.kind == BudgetKind::drawn;
+}
 
 /// Scores that each query head looks for, of `tokens` tokens: one more than it draws at most, which says what chance
 /// those had.
@@ -136,7 +138,8 @@ Bucket features(const PolicySpec& spec) noexcept {
   return {.top_k = by_device && (spec.budget.kind == BudgetKind::top_k || draws(spec)),
           .unbounded = somewhere_whole(spec) || (by_device && by_share(spec)),
           .pages = spec.uses(Source::pages),
-          .rehearsed = spec.rehearsed};
+          .rehearsed = spec.rehearsed,
+          .scores = brings_scores(spec)};
 }
 
 std::string lacks(const PolicySpec& spec, const Bucket& bucket) {
@@ -148,6 +151,9 @@ std::string lacks(const PolicySpec& spec, const Bucket& bucket) {
   if (needs.rehearsed && !bucket.rehearsed)
     return "it chooses by rehearsed queries, which attend is to be given in each layer but the first; say so by "
            "Bucket::rehearsed (SLUICE_BUCKET_REHEARSED), or leave the stage rehearsed out";
+  if (needs.scores && !bucket.scores)
+    return "it chooses by scores that attend is to be given in each layer; say so by Bucket::scores "
+           "(SLUICE_BUCKET_SCORES), or choose by copies of keys: exact | int4";
   if (needs.pages && !bucket.pages) return "it ranks pages; say so by Bucket::pages";
   return {};
 }
@@ -190,11 +196,15 @@ Chooser chooser(const PolicySpec& spec) noexcept {
   if (!ranks(spec)) return spec.near.share != 0.f && !spec.uses(Source::all) ? Chooser::neither : Chooser::device;
   if (spec.near.share != 0.f) return Chooser::neither;
   if (spec.bypass_threshold == 0.f)
-    return by_copies(spec) || by_clusters(spec) || by_pages(spec) || whole_pages(spec) ? Chooser::device : Chooser::cpu;
+    return by_copies(spec) || brings_scores(spec) || by_clusters(spec) || by_pages(spec) || whole_pages(spec)
+               ? Chooser::device
+               : Chooser::cpu;
   return by_copies(spec) ? Chooser::neither : Chooser::cpu;
 }
 
 bool clusters_on_device(const PolicySpec& spec) noexcept { return by_clusters(spec); }
+
+bool brings_scores(const PolicySpec& spec) noexcept { return only(spec, Source::scores); }
 
 std::uint32_t code_bits(const PolicySpec& spec) noexcept {
   if (spec.estimate == Estimate::int3) return kFewCodeBits;
@@ -202,6 +212,7 @@ std::uint32_t code_bits(const PolicySpec& spec) noexcept {
 }
 
 std::uint32_t code_bits_for(const PolicySpec& spec) noexcept {
+  if (brings_scores(spec)) return 0;
   const std::uint32_t named = code_bits(spec);
   return named == 0 ? kCodeBits : named;
 }
@@ -264,7 +275,11 @@ std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const
   if (spec.uses(Source::pages) && limits.digests != spec.pages.digest)
     return std::string("it ranks pages by their ") + name_of(spec.pages.digest) +
            " digests; set EngineOptions::digests";
-  if (const std::uint32_t bits = code_bits(spec); bits != 0 && bits != limits.code_bits)
+  const std::uint32_t bits = code_bits(spec);
+  if (bits != 0 && limits.code_bits == 0)
+    return "it chooses by copies of keys, and the engine keeps none beside scores of the caller; set "
+           "EngineOptions::code_bits to " + std::to_string(bits);
+  if (bits != 0 && bits != limits.code_bits)
     return "it chooses by copies of keys of " + std::to_string(bits) + " bits, and the engine's have " +
            std::to_string(limits.code_bits) + "; write " + (bits == kCodeBits ? "int3" : "int4") +
            ", or set EngineOptions::code_bits";

@@ -36,9 +36,12 @@ enum class Chooser : std::uint8_t {
 /// Queries of a prompt's newest tokens that a policy begins with.
 [[nodiscard]] std::uint32_t prompt_queries(const PolicySpec& spec) noexcept;
 
+/// Whether tokens are chosen by scores that the caller of `attend` brings.
+[[nodiscard]] bool brings_scores(const PolicySpec& spec) noexcept;
+
 /// Bits of a channel of the copies of keys that a policy names; 0: it names none.
 [[nodiscard]] std::uint32_t code_bits(const PolicySpec& spec) noexcept;
-/// Of the copies of an engine that is for this policy.
+/// Of the copies of an engine that is for this policy; 0: it keeps none.
 [[nodiscard]] std::uint32_t code_bits_for(const PolicySpec& spec) noexcept;
 
 /// Whether what a policy chooses depends on more than the tokens there are: on what it has chosen before, or on where
@@ -57,7 +60,7 @@ struct ForwardLimits {
   std::uint32_t max_window = 0;         ///< sinks and recent tokens together
   std::optional<DigestKind> digests{};  ///< of pages
   std::uint32_t cluster_sequences = 0;  ///< that may have clusters on the device
-  std::uint32_t code_bits = 4;          ///< of keys' copies, see EngineOptions::code_bits
+  std::uint32_t code_bits = 4;          ///< of keys' copies, see EngineOptions::code_bits; 0: there are none
 };
 
 /// What forwards with a policy's rows need to have, if their sequences have up to `tokens` tokens. Of the bucket, the

@@ -16,6 +16,7 @@ struct RowTokens {
   std::uint64_t window = 0;  ///< sinks and recent ones, or all
   std::uint64_t most = 0;    ///< that it may attend, these included
   std::uint64_t scored = 0;  ///< whose copies in codes are read
+  std::uint64_t brought = 0;  ///< whose scores the caller brings
   std::uint64_t sampled = 0;  ///< likewise, to choose clusters
 };
 
@@ -30,7 +31,7 @@ RowTokens tokens_of(const WorkPlace& place, const ForwardRow& row) noexcept {
   if (row.asks != 0) picked = between;
   if (row.most != kNone) picked = std::min(picked, std::uint64_t{place.shape.group()} * row.most);
   tokens.most = tokens.window + std::min(picked, between);
-  if (row.ranks()) tokens.scored = row.in_pages() ? in_pages + tokens.window : row.tokens;
+  if (row.ranks()) (row.scored() ? tokens.brought : tokens.scored) = row.in_pages() ? in_pages + tokens.window : row.tokens;
   if (row.clusters.count != 0)
     tokens.sampled = std::uint64_t{place.shape.group()} * (row.clusters.samples.size() + tokens.window);
   return tokens;
@@ -47,6 +48,7 @@ struct LayerTokens {
   std::uint32_t asking = 0;  ///< for which the CPU chooses
   std::uint64_t pages = 0;
   std::uint64_t scored = 0;
+  std::uint64_t brought = 0;
   std::uint32_t clustered = 0;  ///< rows that choose among clusters
   std::uint64_t clusters = 0;   ///< of them
   std::uint64_t sampled = 0;    ///< tokens
@@ -66,6 +68,7 @@ LayerTokens tokens_of(const WorkPlace& place, std::span<const ForwardRow> rows, 
     all.asking += row.asks != 0 ? 1 : 0;
     all.pages += std::uint64_t{place.shape.kv_heads} * row.pages;
     all.scored += place.shape.kv_heads * tokens.scored;
+    all.brought += place.shape.kv_heads * tokens.brought;
     all.clustered += row.clusters.count != 0 ? 1 : 0;
     all.clusters += std::uint64_t{place.shape.kv_heads} * row.clusters.count;
     all.sampled += place.shape.kv_heads * tokens.sampled;
@@ -122,8 +125,10 @@ class WorkList {
     return 2 * place_.layout.row_bytes() + place_.layout.scale_bytes();
   }
   [[nodiscard]] std::uint64_t copy_bytes() const noexcept {
+    if (place_.code_bits == 0) return 0;
     return CodeLayout(place_.layout, place_.code_bits).row_bytes() + CodeLayout::kParamBytes;
   }
+  [[nodiscard]] static constexpr std::uint64_t score_bytes() noexcept { return sizeof(float); }
   [[nodiscard]] std::uint64_t planes(double tokens) const noexcept { return rounded(tokens * place_.shape.kv_heads); }
   [[nodiscard]] std::uint64_t partials() const noexcept {
     return std::uint64_t{4} * (place_.shape.head_dim + 1) * place_.shape.q_heads * tokens_.choosing;
@@ -149,10 +154,12 @@ class WorkList {
     if (stage == Stage::append) add_append();
     if (stage == Stage::prefill) add_prefill();
     if (stage == Stage::rank) put(stage, Lane::device, tokens_.ranking, near_bytes() * tokens_.pages);
-    if (stage == Stage::score) put(stage, Lane::device, tokens_.scoring, copy_bytes() * tokens_.scored);
+    if (stage == Stage::score)
+      put(stage, Lane::device, tokens_.scoring, copy_bytes() * tokens_.scored + score_bytes() * tokens_.brought,
+          place_.shape.group() * score_bytes() * tokens_.brought);
     if (stage == Stage::choose)
       put(stage, Lane::device, tokens_.scoring + tokens_.clustered,
-          4 * place_.shape.group() * tokens_.scored + 4 * place_.shape.head_dim * tokens_.clusters +
+          score_bytes() * place_.shape.group() * (tokens_.scored + tokens_.brought) + 4 * place_.shape.head_dim * tokens_.clusters +
               copy_bytes() * tokens_.sampled);
     if (stage == Stage::split) add_split();
     if (stage == Stage::attend) {

@@ -132,6 +132,7 @@ std::string source_words(const PolicySpec& spec) {
   if (spec.uses(Source::clusters)) add(clusters_words(spec.clusters));
   if (spec.uses(Source::lsh)) add(lsh_words(spec.lsh));
   if (spec.uses(Source::snapshot)) add(snapshot_words(spec.snapshot));
+  if (spec.uses(Source::scores)) add("scores");
   return text.empty() ? "none" : text;
 }
 

@@ -30,6 +30,7 @@ constexpr NamedSource kSources[] = {{"all", bit(Source::all), Room::flat},
                                     {"clusters", bit(Source::clusters), Room::clusters},
                                     {"lsh", bit(Source::lsh), Room::lsh},
                                     {"snapshot", bit(Source::snapshot), Room::snapshot},
+                                    {"scores", bit(Source::scores), Room::flat},
                                     {"none", 0, Room::flat}};
 
 std::string known_presets() {

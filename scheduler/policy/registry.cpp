@@ -87,6 +87,8 @@ std::unique_ptr<LayerPolicy> make_layer_policy(const PolicySpec& spec, const Att
   validate(spec);
   if (spec.dense(layer.value) || spec.uses(Source::all)) return make_full_policy();
   if (spec.sources == 0) return make_streaming_policy();
+  if (spec.uses(Source::scores))
+    throw Error(Errc::unsupported, "scores are brought to attend of an Engine, where its device chooses by them");
   if (spec.estimate == Estimate::int3)
     throw Error(Errc::unsupported, "int3 estimates on the device of an Engine, which has the 3-bit copies; write int4");
   if (spec.uses(Source::pages) && spec.pages.rank == PageRank::layer)
@@ -109,7 +111,7 @@ std::uint64_t policy_state_bytes(const PolicySpec& spec, const AttentionShape& s
                                  std::span<const std::uint32_t> windows) noexcept {
   const BudgetKind kind = spec.budget.kind;
   const bool keeps = !ranks_itself(spec) && kind != BudgetKind::verified;
-  if (spec.sources == 0 || spec.uses(Source::all) || !keeps) return 0;
+  if (spec.sources == 0 || spec.uses(Source::all) || spec.uses(Source::scores) || !keeps) return 0;
   std::uint64_t sparse_layers = 0;
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
     sparse_layers += spec.dense(layer) || (!windows.empty() && windows[layer] != 0) ? 0 : 1;

@@ -12,12 +12,6 @@ namespace {
 
 using namespace scheduler;
 
-constexpr std::uint8_t kAllSources =
-    static_cast<std::uint8_t>(Source::all) | static_cast<std::uint8_t>(Source::exact) |
-    static_cast<std::uint8_t>(Source::history) | static_cast<std::uint8_t>(Source::pages) |
-    static_cast<std::uint8_t>(Source::clusters) | static_cast<std::uint8_t>(Source::lsh) |
-    static_cast<std::uint8_t>(Source::snapshot);
-
 [[noreturn]] void reject(const char* field, const std::string& value, const std::string& range) {
   throw Error(Errc::invalid_argument, std::string("policy: ") + field + " is " + value + "; it must be in " + range);
 }
@@ -147,6 +141,23 @@ void check_enums(const PolicySpec& spec) {
   check_enum("pages.digest", spec.pages.digest, DigestKind::cuboid_mean);
 }
 
+/// What goes with scores that the caller brings.
+void refuse_beside_scores(const PolicySpec& spec, std::vector<std::string>& reasons) {
+  if (!spec.uses(Source::scores)) return;
+  const BudgetKind kind = spec.budget.kind;
+  if (spec.sources != static_cast<std::uint8_t>(Source::scores))
+    reasons.emplace_back("scores has a score of every token and needs nothing beside it; drop the other sources, or "
+                         "scores");
+  if (spec.estimate != Estimate::exact)
+    reasons.emplace_back("with scores the caller says how much a token weighs, and nothing is left to estimate; drop "
+                         "int4, int3, channels, hadamard or skewed, or write exact instead of scores");
+  if (kind == BudgetKind::drawn && spec.budget.draw_error > 0.f)
+    reasons.emplace_back("error goes by estimates of logits, which scores need not be; write error=off, or exact | int4 "
+                         "instead of scores");
+  if (spec.bypass_threshold > 0.f)
+    reasons.emplace_back("a bypass goes by scores of keys, and with scores none is read; write bypass=off");
+}
+
 constexpr bool power_of_two(std::uint32_t value) { return (value & (value - 1)) == 0; }
 
 }  // namespace
@@ -162,6 +173,7 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
   const bool exact = spec.estimate == Estimate::exact;
   const BudgetKind kind = spec.budget.kind;
 
+  refuse_beside_scores(spec, reasons);
   refuse_if(all && !only(Source::all), "source all already attends every token; drop it or the sources beside it");
   refuse_if(!scored && (!exact || kind != BudgetKind::top_k),
             all ? "source all attends every token without looking at it; to estimate or cut, write exact instead"
@@ -198,7 +210,7 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
             "skewed estimates how far scores are from the best, for within; write within=4, or channels=16 with top_k");
   const bool few_bits = spec.estimate == Estimate::int3;
   const bool by_copies = few_bits || spec.estimate == Estimate::int4;
-  refuse_if(scored && kind == BudgetKind::drawn && !(only(Source::exact) && by_copies),
+  refuse_if(scored && kind == BudgetKind::drawn && !(only(Source::exact) && by_copies) && !spec.uses(Source::scores),
             "sample draws among all tokens by their 4-bit copies, which tell each token's chance; write exact | int4 | "
             "sample=128");
   const bool cut = kind == BudgetKind::top_k || kind == BudgetKind::top_p || kind == BudgetKind::drawn;
@@ -250,9 +262,6 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
 }
 
 void validate(const PolicySpec& spec) {
-  if ((spec.sources & ~kAllSources) != 0) {
-    throw Error(Errc::invalid_argument, "policy: sources has bits that name no source; see sluice::Source");
-  }
   check_enums(spec);
   check_history(spec.history);
   check_pages(spec.pages);

@@ -68,6 +68,8 @@ TEST_CASE("without an engine all calls of forwards and figures are refused", "[c
     return sluice_engine_attend_rehearsed(none, &bucket, 0, t.q.get(), t.k.get(), t.v.get(), nullptr, t.out.get(),
                                           nullptr, nullptr);
   });
+  const auto args = sized<sluice_attend_args>();
+  refused([&] { return sluice_engine_attend_layer(none, &bucket, &args); });
   refused([&] { return sluice_engine_finish(none, 1); });
   refused([&] { return sluice_engine_cancel(none, 1); });
   refused([&] { return sluice_engine_get_options(none, &options); });
@@ -150,6 +152,9 @@ TEST_CASE("a null pointer to what forwards and figures need is refused by its na
   check_null("k", [&] { return attend(&small.bucket, &t.q, nullptr, &t.v, &t.out); });
   check_null("v", [&] { return attend(&small.bucket, &t.q, &t.k, nullptr, &t.out); });
   check_null("out", [&] { return attend(&small.bucket, &t.q, &t.k, &t.v, nullptr); });
+  check_null("sluice_attend_args", [&] { return sluice_engine_attend_layer(engine, &small.bucket, nullptr); });
+  const auto args = sized<sluice_attend_args>();
+  check_null("q", [&] { return sluice_engine_attend_layer(engine, &small.bucket, &args); });
   check_null("sluice_stats", [&] { return sluice_engine_stats(engine, nullptr); });
   check_null("sluice_memory", [&] { return sluice_engine_memory(engine, nullptr); });
   check_null("sluice_sequence_memory", [&] { return sluice_engine_sequence_memory(engine, s, nullptr); });

@@ -34,12 +34,16 @@ struct Item {
   bool prefill = false;
 };
 
-/// One layer's tensors. `lse` [rows, q_heads]; empty: none. `rehearsed` likewise.
+/// Tokens of a row of scores that is given: more than any sequence has.
+inline constexpr std::uint32_t kScored = 1024;
+
+/// One layer's tensors. `lse` [rows, q_heads]; empty: none. `rehearsed` likewise, and `scores` [decode_rows, 1, kScored].
 struct Layer {
   std::uint32_t index = 0;
   Rows q, k, v, out;
   std::vector<float> lse{};
   Rows rehearsed{};
+  std::vector<float> scores{};
 };
 
 /// An engine by one of its interfaces. Sequences and forwards are numbers; what is refused ends the test.

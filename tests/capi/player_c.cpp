@@ -67,6 +67,7 @@ sluice_bucket bucket_of(const Bucket& bucket) {
   if (bucket.pages) out.features |= SLUICE_BUCKET_PAGES;
   if (bucket.audit) out.features |= SLUICE_BUCKET_AUDIT;
   if (bucket.rehearsed) out.features |= SLUICE_BUCKET_REHEARSED;
+  if (bucket.scores) out.features |= SLUICE_BUCKET_SCORES;
   return out;
 }
 
@@ -154,7 +155,14 @@ class CPlayer final : public Player {
     const CTensor lse(layer.lse.data(), {layer.out.rows, kShape.q_heads});
     const sluice_bucket given = bucket_of(bucket);
     const sluice_tensor* const sums = layer.lse.empty() ? nullptr : lse.get();
-    if (layer.rehearsed.rows == 0) {
+    if (!layer.scores.empty()) {
+      const CTensor scores(layer.scores.data(), {bucket.decode_rows, 1, kScored});
+      auto args = sized<sluice_attend_args>();
+      args.layer = layer.index;
+      args.q = q.get(), args.k = k.get(), args.v = v.get(), args.out = out.get(), args.lse = sums;
+      args.scores = scores.get();
+      require_ok(sluice_engine_attend_layer(engine_.get(), &given, &args));
+    } else if (layer.rehearsed.rows == 0) {
       require_ok(sluice_engine_attend(engine_.get(), &given, layer.index, q.get(), k.get(), v.get(), out.get(), sums,
                                       nullptr));
     } else {

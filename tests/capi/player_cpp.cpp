@@ -1,5 +1,6 @@
 // An engine by its C++ interface.
 #include <cstdlib>
+#include <utility>
 
 #include "sluice/policy.hpp"
 #include "tests/capi/player.hpp"
@@ -84,9 +85,16 @@ class CppPlayer final : public Player {
   void attend(const Bucket& bucket, Layer& layer) override {
     const auto out =
         dense_view(layer.out.bytes.data(), layer.out.dtype, layer.out.rows, layer.out.heads, kShape.head_dim);
-    engine_.attend(bucket, LayerId{layer.index}, view_of(layer.q), view_of(layer.k), view_of(layer.v), out, nullptr,
-                   layer.lse.empty() ? nullptr : layer.lse.data(),
-                   layer.rehearsed.rows == 0 ? TensorView{} : view_of(layer.rehearsed));
+    engine_.attend(bucket, LayerId{layer.index},
+                   {.q = view_of(layer.q),
+                    .k = view_of(layer.k),
+                    .v = view_of(layer.v),
+                    .out = out,
+                    .lse = layer.lse.empty() ? nullptr : layer.lse.data(),
+                    .rehearsed = layer.rehearsed.rows == 0 ? TensorView{} : view_of(layer.rehearsed),
+                    .scores = layer.scores.empty() ? TensorView{}
+                                                   : dense_view(std::as_const(layer.scores).data(), DType::f32,
+                                                                bucket.decode_rows, 1, kScored)});
   }
   void finish(std::uint64_t forward) override { engine_.finish({.forward = forward}); }
   void cancel(std::uint64_t forward) override { engine_.cancel({.forward = forward}); }

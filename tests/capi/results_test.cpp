@@ -44,6 +44,10 @@ class Play {
       Layer each = layer(index, bucket.rows(), bucket.rows());
       if (index == 0) each.lse.assign(std::size_t{bucket.rows()} * kShape.q_heads, 1e4f);
       if (index != 0 && bucket.rehearsed) each.rehearsed = Rows::random(dtype_, bucket.rows(), kShape.q_heads, random_);
+      if (bucket.scores) {
+        each.scores.resize(std::size_t{bucket.decode_rows} * kScored);
+        for (float& score : each.scores) score = static_cast<float>(random_.normal());
+      }
       player_.attend(bucket, each);
       trace_.add(each);
     }
@@ -116,7 +120,7 @@ void require_same(const std::vector<std::string>& policies, const Script& script
 Bucket with_features(const std::string& policy, Bucket bucket) {
   const Bucket all = options_for(std::vector{policy}).largest;
   bucket.top_k = all.top_k, bucket.unbounded = all.unbounded, bucket.pages = all.pages;
-  bucket.rehearsed = all.rehearsed;
+  bucket.rehearsed = all.rehearsed, bucket.scores = all.scores;
   return bucket;
 }
 
@@ -146,6 +150,7 @@ TEST_CASE("C gives what C++ gives: prompts, decoding and batches", "[capi]") {
                                                   {"pages:digest=box,min_pages=2 | top_k=all | near=0", 2},
                                                   {"lfps | near=0", 1},
                                                   {"exact | top_k=16 | near=0", 1},
+                                                  {"scores | top_k=16 | near=0", 2},
                                                   {"infinigen:alpha=2 | dense=1", 1}}));
   CAPTURE(policy);
   require_same({policy}, [&](Play& play) { serve(play, policy, drafts); });

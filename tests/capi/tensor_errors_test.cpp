@@ -183,3 +183,33 @@ TEST_CASE("import refuses tensors that break the rules", "[capi][errors]") {
   require_ok(sluice_engine_tokens(small.engine, small.sequence, &tokens));
   CHECK(tokens == kRows);
 }
+
+TEST_CASE("scores that are missing or too short are refused, and the layer can be given others", "[capi][errors]") {
+  auto options = small_options();
+  for (const char* const policy : {kPolicy, "scores | top_k=8 | near=0"})
+    require_ok(sluice_engine_options_make_room_for(&options, policy, 64));
+  SmallEngine small(options);
+  require_ok(sluice_engine_begin(small.engine, "scores | top_k=8 | near=0", &small.sequence));
+  small.bucket.features = SLUICE_BUCKET_TOP_K | SLUICE_BUCKET_SCORES;
+  small.bucket.max_tokens = 64;
+  std::uint64_t forward = 0;
+  require_ok(small.plan(&forward));
+  const Tensors t;
+  auto args = sized<sluice_attend_args>();
+  args.q = t.q.get(), args.k = t.k.get(), args.v = t.v.get(), args.out = t.out.get();
+  const auto attend = [&] { return sluice_engine_attend_layer(small.engine, &small.bucket, &args); };
+  check_fails([&] { return small.attend(0, t); }, SLUICE_INVALID_ARGUMENT, {"without scores", "[2, 2 or 1, 64]"});
+  check_fails(attend, SLUICE_INVALID_ARGUMENT, {"without scores"});
+  std::vector<float> numbers(std::size_t{kRows} * 64);
+  const CTensor brief(numbers.data(), {kRows, 1, 63});
+  args.scores = brief.get();
+  check_fails(attend, SLUICE_INVALID_ARGUMENT, {"scores is [2, 1, 63]", "needs [2, 2 or 1, 64]"});
+  CTensor strange(numbers.data(), {kRows, 1, 64});
+  strange.tensor.device.device_type = SLUICE_DEVICE_CUDA;
+  args.scores = strange.get();
+  check_fails(attend, SLUICE_INVALID_ARGUMENT, {"scores.device"});
+  const CTensor scores(numbers.data(), {kRows, 1, 64});
+  args.scores = scores.get();
+  for (args.layer = 0; args.layer < kLayers; ++args.layer) require_ok(attend());
+  require_ok(sluice_engine_finish(small.engine, forward));
+}

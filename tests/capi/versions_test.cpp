@@ -44,6 +44,9 @@ TEST_CASE("a size that nobody has set is refused", "[capi][versions]") {
     item.struct_size = size;
     refused("sluice_plan_item",
             [&] { return sluice_engine_plan(small.engine, &item, 1, &small.bucket, nullptr, &forward); });
+    auto args = sized<sluice_attend_args>();
+    args.struct_size = size;
+    refused("sluice_attend_args", [&] { return sluice_engine_attend_layer(small.engine, &small.bucket, &args); });
     auto stats = sized<sluice_stats>();
     stats.struct_size = size;
     refused("sluice_stats", [&] { return sluice_engine_stats(small.engine, &stats); });
@@ -102,6 +105,10 @@ TEST_CASE("fields that the library does not know are taken if they are 0", "[cap
   items[1].extra[0] = 1;
   check_fails([&] { return sluice_engine_plan(made.get(), &items[0].known, 2, &bucket.known, nullptr, &forward); },
               SLUICE_UNSUPPORTED, words);
+  Newer<sluice_attend_args> args;
+  args.extra[1] = 1;
+  check_fails([&] { return sluice_engine_attend_layer(made.get(), &bucket.known, &args.known); }, SLUICE_UNSUPPORTED,
+              words);
   options.extra[1] = 1u << 31;
   sluice_engine* none = nullptr;
   check_fails([&] { return sluice_engine_create(&options.known, &none); }, SLUICE_UNSUPPORTED, words);

@@ -42,6 +42,7 @@ TEST_CASE("a team chooses from no less than each of its rows, and as many", "[pl
   const auto* const text = GENERATE("sluice", "full", "none | near=0,sinks=4,recent=9", "quest | near=0",
                                     "exact | int4 | sample=max(9, 7%),error=10%,most=50 | near=0,sinks=4,recent=9",
                                     "exact | int4 | top_k=7 | near=0,sinks=3,recent=1",
+                                    "scores | top_k=9 | near=0,sinks=3,recent=1", "scores | top_p=0.8 | near=0",
                                     "exact | int4 | top_k=12% | near=0,sinks=2,recent=40",
                                     "exact | int4 | top_p=0.8 | near=0,sinks=2,recent=6",
                                     "pages:share=0.2,min_pages=3 | top_k=all | near=0,sinks=20",

@@ -157,6 +157,19 @@ TEST_CASE("tokens are scored, chosen and attended as the row says", "[plan]") {
   REQUIRE(sum_of(half, Stage::attend, Lane::device).read == planes * (8 + 20) * 2 * kRow);
 }
 
+TEST_CASE("scores of the caller are read once and written for each query head, and no copies are", "[plan]") {
+  ForwardRow row = row_of("scores | top_k=10 | near=0,sinks=2,recent=6", 1000);
+  row.scores = 0;
+  const std::uint64_t planes = kShape.layers * kShape.kv_heads;
+  WorkPlace place = place_for({.decode_rows = 1, .scores = true});
+  place.code_bits = 0;
+  const auto items = forward_work(place, {&row, 1}, {}, {.near = 0.25});
+  REQUIRE(sum_of(items, Stage::score, Lane::device).read == planes * 1000 * 4);
+  REQUIRE(sum_of(items, Stage::score, Lane::device).written == planes * 4 * 1000 * 4);
+  REQUIRE(sum_of(items, Stage::choose, Lane::device).read == planes * 4 * 1000 * 4);
+  REQUIRE(sum_of(items, Stage::append, Lane::device).written == 0);
+}
+
 TEST_CASE("pages are ranked by digest, and scored are the tokens of those that are chosen", "[plan]") {
   const ForwardRow row = row_of("pages:budget=64 | int4 | top_k=10 | near=0,sinks=2,recent=6", 1000);
   REQUIRE(row.page_picks == 4);

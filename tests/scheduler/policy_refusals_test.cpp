@@ -179,9 +179,27 @@ TEST_CASE("values out of range are refused with field and range", "[policy_text]
   PolicySpec spec = parse_policy("pages | top_p=0.9");
   spec.budget.mass = std::numeric_limits<float>::quiet_NaN();
   REQUIRE_THROWS_AS(validate(spec), Error);
-  spec = parse_policy("lfps");
-  spec.sources = 128;
+  spec.sources |= static_cast<std::uint8_t>(Source::all);
+  spec.budget.mass = 0.9f;
   REQUIRE_THROWS_AS(validate(spec), Error);
+  REQUIRE_THROWS_AS(
+      scheduler::make_layer_policy(spec, {.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = 16}, 32, LayerId{0}),
+      Error);
+}
+
+TEST_CASE("what does not go with scores of the caller is refused, with what would", "[policy_text]") {
+  for (const char* const estimate : {"int4", "int3", "channels=8", "hadamard"})
+    expect(complaint(std::string("scores | top_k=9 | ") + estimate),
+           {"nothing is left to estimate", "write exact instead of scores"});
+  expect(complaint("scores+exact | top_k=9"), {"nothing beside it", "drop the other sources"});
+  expect(complaint("all+scores"), {"drop"});
+  expect(complaint("scores:budget=9"), {"\"budget=9\" at character 8", "no options"});
+  expect(complaint("scores | sample=9,error=5%"), {"estimates of logits", "error=off"});
+  expect(complaint("scores | top_k=9 | bypass=0.8"), {"bypass=off"});
+  expect(complaint("scores | fitted=0.8"), {"clusters"});
+  expect(complaint("scores | verified=0.1"), {"exact alone"});
+  expect(complaint("scores | skewed=20% | within=4"), {"nothing is left to estimate"});
+  const PolicySpec spec = parse_policy("scores | top_k=9");
   REQUIRE_THROWS_AS(
       scheduler::make_layer_policy(spec, {.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = 16}, 32, LayerId{0}),
       Error);

@@ -62,9 +62,16 @@ void ForwardTensors::attend_layer(Engine& engine, const Bucket& bucket, std::uin
   const auto in = [&](const float* data, std::uint32_t heads) {
     return dense_view(data, DType::f32, bucket.rows(), heads, shape_.head_dim);
   };
-  engine.attend(bucket, LayerId{layer}, in(at.q, shape_.q_heads), in(at.k, shape_.kv_heads), in(at.v, shape_.kv_heads),
-                dense_view(at.out, DType::f32, bucket.rows(), shape_.q_heads, shape_.head_dim), stream, at.lse,
-                bucket.rehearsed && layer != 0 ? in(parts(layer - 1).q, shape_.q_heads) : TensorView{});
+  const bool rehearses = bucket.rehearsed && layer != 0;
+  engine.attend(bucket, LayerId{layer},
+                {.q = in(at.q, shape_.q_heads),
+                 .k = in(at.k, shape_.kv_heads),
+                 .v = in(at.v, shape_.kv_heads),
+                 .out = dense_view(at.out, DType::f32, bucket.rows(), shape_.q_heads, shape_.head_dim),
+                 .lse = at.lse,
+                 .stream = stream,
+                 .rehearsed = rehearses ? in(parts(layer - 1).q, shape_.q_heads) : TensorView{},
+                 .scores = scores_.empty() ? TensorView{} : scores_[layer]});
 }
 
 std::vector<float> ForwardTensors::out(std::uint32_t row) const {

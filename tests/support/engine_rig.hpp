@@ -87,6 +87,8 @@ class ForwardTensors {
 
   /// Row `row` of the forward is `story`'s token.
   void set(std::uint32_t row, const Story& story, std::uint32_t token);
+  /// From now on each layer comes with such scores: [layers], in memory that outlives its forwards.
+  void bring(std::vector<TensorView> scores) { scores_ = std::move(scores); }
   /// Enqueues all layers of the largest bucket.
   void attend(Engine& engine, void* stream) { attend(engine, engine.options().largest, stream); }
   /// Enqueues one. If the bucket has rehearsed queries, they are those of the layer before.
@@ -107,6 +109,7 @@ class ForwardTensors {
   std::uint32_t rows_;
   std::uint64_t q_floats_, kv_floats_, lse_floats_;  ///< of one layer
   std::unique_ptr<Buffer> buffer_;
+  std::vector<TensorView> scores_;
 };
 
 /// One sequence of a test: its story, and where it is.

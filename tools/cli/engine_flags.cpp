@@ -139,6 +139,13 @@ std::vector<EngineGroup> by_engine(std::span<const PolicySpec> policies, const E
   return found;
 }
 
+void refuse_scores(const PolicySpec& policy) {
+  if (!scheduler::brings_scores(policy)) return;
+  throw Error(Errc::unsupported, "policy " + policy.name +
+                                     " chooses by scores of a model's own indexer, which no model of this command has; "
+                                     "choose by copies of keys, as in exact | int4 | sample=256");
+}
+
 EngineOptions sized(const EngineFlags& flags, const AttentionShape& shape, std::span<const PolicySpec> policies,
                     const EngineRoom& room) {
   EngineOptions options;
@@ -172,7 +179,10 @@ EngineOptions sized(const EngineFlags& flags, const AttentionShape& shape, std::
                      .audit = flags.audit_every != 0};
   options.sequences = room.apart == 0 ? 1 : 2;
   options.prompt_queries = options.max_picks = options.max_ranked = options.max_window = 1;
-  for (const PolicySpec& policy : policies) make_room_for(policy, room.tokens, options);
+  for (const PolicySpec& policy : policies) {
+    refuse_scores(policy);
+    make_room_for(policy, room.tokens, options);
+  }
   if (options.cpu_sequences != 0) options.cpu_sequences = options.sequences;
   if (options.cluster_sequences != 0) options.cluster_sequences = options.sequences;
   options.prefill = room.prefill;

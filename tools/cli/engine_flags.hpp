@@ -65,6 +65,9 @@ struct EngineRoom {
   PrefillSpec prefill{};
 };
 
+/// @throws Error{Errc::unsupported} for a policy that chooses by scores of a model's own indexer
+void refuse_scores(const PolicySpec& policy);
+
 /// Options for sequences under any of the given policies, which decode one token at a time.
 /// @throws Error{Errc::out_of_capacity} naming the size that would do, if the user's host size is too small;
 /// Error{Errc::unsupported} if no engine serves a policy

@@ -30,6 +30,7 @@ void add_policies(CLI::App& app, int& exit_code) {
       "  history+pages | top_p=0.95\n"
       "  pages:quest,budget=8192 | int4 | top_p=0.9\n"
       "  clusters | fitted=0.9 | near=10%\n"
+      "  scores | top_k=2048, by scores that a program hands to the engine\n"
       "A preset may have stages too: twilight | near=10%. What does not go together says why.");
   command->callback([output, &exit_code] { exit_code = run(*output); });
 }

@@ -183,8 +183,13 @@ void EngineSession::decode_together(std::span<EngineSession* const> sessions, st
   bucket.trace = rows == 1 && lead.on_trace_;
   const Batch batch = run(sessions, items, bucket, [&](Runner& runner) {
     const auto attend = [&](const AttentionCall& call) {
-      runner.engine().attend(bucket, call.layer, call.q, call.k, call.v, call.out, runner.stream(), nullptr,
-                             call.rehearsed);
+      runner.engine().attend(bucket, call.layer,
+                             {.q = call.q,
+                              .k = call.k,
+                              .v = call.v,
+                              .out = call.out,
+                              .stream = runner.stream(),
+                              .rehearsed = call.rehearsed});
     };
     runner.decode(placed, attend, bucket);
   });

@@ -88,8 +88,8 @@ void with_kernel(std::uint32_t head_dim, std::uint32_t bits, std::uint32_t group
 bool appends_beside_scores(const ForwardMemory& memory) {
   const Bucket& bucket = memory.bucket;
   const bool alone = bucket.decode_rows == 1 && bucket.prefills == 0 && bucket.drafts == 1 && !bucket.whole;
-  // Choices of all tokens by score: what else there is wants to know of the new key first.
-  const bool scores = bucket.top_k && !bucket.pages && !bucket.unbounded && !memory.proposes();
+  // Choices of all tokens by their copies: what else there is wants to know of the new key first.
+  const bool scores = bucket.top_k && !bucket.scores && memory.has_codes() && !bucket.pages && !bucket.unbounded && !memory.proposes();
   return alone && scores && memory.digests == nullptr && memory.max_picks != 0 &&
          TunedHeadDims::has(memory.shape.head_dim);
 }

@@ -21,13 +21,16 @@ __global__ void __launch_bounds__(kThreads)
   const FarPage of = pages[blockIdx.x];
   const std::uint32_t warp = threadIdx.x / kWarp;
   const std::byte* const page = m.far_block(plane, of.block);
-  const CodeLayout layout = m.code_layout();
-  detail::HeadLanes mean = {};
-  if (mean_key != nullptr)
-    detail::each_channel(layout.head_dim, [&](std::uint32_t i, std::uint32_t channel) { mean[i] = mean_key[channel]; });
-  std::byte* const copy = m.codes + m.far_page(plane, of.block) * layout.page_bytes();
-  for (std::uint32_t row = warp; row < of.rows; row += kThreads / kWarp)
-    detail::codes_of_row(detail::PageKey<kType>(page, m.far_layout, row), mean, staged[warp], copy, row, layout);
+  if (m.has_codes()) {
+    const CodeLayout layout = m.code_layout();
+    detail::HeadLanes mean = {};
+    if (mean_key != nullptr)
+      detail::each_channel(layout.head_dim,
+                           [&](std::uint32_t i, std::uint32_t channel) { mean[i] = mean_key[channel]; });
+    std::byte* const copy = m.codes + m.far_page(plane, of.block) * layout.page_bytes();
+    for (std::uint32_t row = warp; row < of.rows; row += kThreads / kWarp)
+      detail::codes_of_row(detail::PageKey<kType>(page, m.far_layout, row), mean, staged[warp], copy, row, layout);
+  }
   if (m.digests == nullptr || of.rows != m.layout.page_tokens || warp != 0) return;
   detail::digest_page<kType>(page, m.digest_of(plane, of.block), m.digest, m.far_layout, threadIdx.x);
 }
@@ -36,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_forward_derive(const ForwardMemory& memory, std::uint32_t plane, std::span<const FarPage> pages,
                            const float* mean, cudaStream_t stream) {
-  if (pages.empty()) return;
+  if (pages.empty() || (!memory.has_codes() && memory.digests == nullptr)) return;
   auto* const kernel = memory.far_layout.dtype == DType::bf16 ? derive_kernel<DType::bf16>
                        : memory.far_layout.scaled()           ? derive_kernel<DType::fp8_e4m3>
                                                               : derive_kernel<DType::f16>;

@@ -52,7 +52,7 @@ __device__ inline void describe(const ForwardMemory& m, const ForwardScratch& sc
   const std::uint32_t first = list * group;
   if (m.bucket.pages) describe_pages(m, scratch, row, list, plane);
   const ScoreInt4Task task = estimate_task(m, row, list, plane);
-  scratch.score_tasks[list] = task;
+  scratch.score_tasks[list] = copies_task(m, row, list, plane);
   const bool ranks = task.tokens != 0;
   const std::uint32_t values = task.row(m.layout.page_tokens);
   const ForwardCandidates candidates = candidates_of(m, row);
@@ -64,7 +64,7 @@ __device__ inline void describe(const ForwardMemory& m, const ForwardScratch& sc
                                      .end = candidates.end,
                                      .most = row.most,
                                      .p = row.mass,
-                                     .softcap = m.shape.softcap};
+                                     .softcap = softcap_of(m, row)};
   }
   if (scratch.page_choices != nullptr && m.takes_pages(m.bucket)) {
     ChoosePagesTask choice = pages_task(m, row, list, plane);

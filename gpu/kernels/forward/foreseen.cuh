@@ -26,11 +26,12 @@ __device__ inline void tell_thresholds(DrawThresholds* thresholds, std::uint32_t
 class Learner {
  public:
   /// @param list  whose heads begin with `first`
-  /// @param room  for keys of a head's candidates where they are looked at
+  /// @param room    for keys of a head's candidates where they are looked at
+  /// @param copies  whether copies of keys were scored: of other scores no candidates were found on the way
   __device__ Learner(const Foresight& foresight, std::uint32_t list, std::uint64_t first, const float* q,
-                     std::uint32_t room)
-      : foresight_(foresight), first_(first), list_(list), q_(q), room_(min(room, foresight.room)) {}
-  [[nodiscard]] __device__ bool foresees() const { return foresight_.bounds != nullptr; }
+                     std::uint32_t room, bool copies)
+      : foresight_(foresight), first_(first), list_(list), q_(q), room_(min(room, foresight.room)), copies_(copies) {}
+  [[nodiscard]] __device__ bool foresees() const { return copies_ && foresight_.bounds != nullptr; }
   [[nodiscard]] __device__ std::uint32_t found(std::uint32_t h) const { return foresight_.counts[first_ + h]; }
   [[nodiscard]] __device__ std::uint32_t room() const { return room_; }
   [[nodiscard]] __device__ const Candidate* candidates(std::uint32_t h) const {
@@ -85,6 +86,7 @@ class Learner {
   std::uint32_t list_;
   const float* q_;  ///< of the list's first head
   std::uint32_t room_;
+  bool copies_;
 };
 
 struct ForeseenShared {

@@ -120,6 +120,8 @@ void launch_forward_append_score(const ForwardMemory& memory, const ForwardScrat
                                  const ScoreInt4Shape& shape);
 /// What `append` leaves to do for teams: they are described, and their queries go to both sides.
 void launch_forward_teams(const ForwardMemory& memory, const ForwardScratch& scratch, const ForwardLayer& layer);
+/// The caller's scores to where rows that are scored() choose by them.
+void launch_forward_spread_scores(const ForwardMemory& memory, const ForwardLayer& layer);
 /// Rehearsed queries of rows that choose, or of teams, to the host.
 void launch_forward_rehearsed(const ForwardMemory& memory, const ForwardLayer& layer);
 /// What of a team's rows some see and others do not, behind what they have attended near.

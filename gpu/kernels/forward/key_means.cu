@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) key_means_kernel(const __grid_consta
 
 void launch_forward_key_means(const ForwardMemory& memory, cudaStream_t stream) {
   const dim3 grid(memory.planes(), memory.slip->key_means);
-  if (grid.y == 0) return;
+  if (grid.y == 0 || !memory.has_codes()) return;
   auto* const kernel = memory.far_layout.dtype == DType::bf16 ? key_means_kernel<DType::bf16>
                        : memory.far_layout.scaled()           ? key_means_kernel<DType::fp8_e4m3>
                                                               : key_means_kernel<DType::f16>;

@@ -100,7 +100,7 @@ __device__ inline std::uint32_t masked(const ForwardMemory& m, const Work& work,
 [[nodiscard]] __device__ inline Learner learner_of(const ForwardMemory& m, const Work& work,
                                                    const Foresight& foresight, std::uint32_t room) {
   const std::uint64_t head = std::uint64_t{work.index} * m.shape.group();
-  return {foresight, work.index, head, m.q + head * m.shape.head_dim, room};
+  return {foresight, work.index, head, m.q + head * m.shape.head_dim, room, !work.row.scored()};
 }
 
 /// Marks every token of this block's that some head of the group attends. Whether all of it was foreseen. All threads

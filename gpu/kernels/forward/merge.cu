@@ -26,6 +26,7 @@ void load_forward_near_kernels();
 void load_forward_prefill_kernels();
 void load_forward_propose_kernels();
 void load_forward_rehearse_kernels();
+void load_forward_spread_scores_kernel();
 void load_forward_stamp_kernel();
 void load_forward_team_kernels();
 }  // namespace detail
@@ -200,6 +201,7 @@ void load_forward_kernels() {
   detail::load_forward_prefill_kernels();
   detail::load_forward_propose_kernels();
   detail::load_forward_rehearse_kernels();
+  detail::load_forward_spread_scores_kernel();
   detail::load_forward_stamp_kernel();
   detail::load_forward_team_kernels();
   load_kernel(merge_kernel<false>, "load the merge kernel of a forward");

@@ -197,13 +197,15 @@ __device__ __noinline__ void keep_mean(const ForwardMemory& m, const PackedToken
 
 /// What a key's copy is made with.
 enum class MeanKey : std::uint8_t {
-  none,  ///< 0: of a sequence without tokens behind its first page, and of layers with windows, whose codes nobody reads
+  /// 0: of a sequence without tokens behind its first page, and of layers with windows, whose codes nobody reads, or
+  /// where there are no codes
+  none,
   kept,  ///< ForwardMemory::key_means has it
   made,  ///< of a page that the forward itself makes full
 };
 [[nodiscard]] __device__ inline MeanKey mean_key_of(const ForwardMemory& m, const PackedToken& packed) {
   const std::uint32_t page_tokens = m.layout.page_tokens;
-  if (m.window != 0) return MeanKey::none;
+  if (m.window != 0 || !m.has_codes()) return MeanKey::none;
   if (packed.brings(m, page_tokens - 1) && packed.brings(m, page_tokens)) return MeanKey::made;
   return packed.token.position < page_tokens ? MeanKey::none : MeanKey::kept;
 }
@@ -238,7 +240,7 @@ __device__ void put_token(const ForwardMemory& m, const ForwardLayer& layer, con
   } else {
     put_row<kType>(values, far, near, kept);
   }
-  if (is_value != 0) return;
+  if (is_value != 0 || !m.has_codes()) return;
   __syncwarp();
   const CodeLayout copy = m.code_layout();
   detail::codes_of_row([](std::uint32_t channel) { return key[channel]; }, mean, key,

@@ -70,7 +70,11 @@ struct ForwardRow {
   /// Not 0: each query head chooses, by `picks` or `mass`, of what its history proposes, in slot `proposed` - 1 of
   /// ForwardMemory::proposals; `asks` is as ForwardVerbs::propose finds it in each layer.
   std::uint32_t proposed = 0;
+  /// Its row of ForwardLayer::scores, by which it chooses; of a team that of its first packed row, the others follow.
+  /// kNone: it chooses by copies of keys.
+  std::uint32_t scores = kNone;
 
+  [[nodiscard]] constexpr bool scored() const noexcept { return scores != kNone; }
   /// Whether the device chooses tokens by score: of all, or of those in the pages that it has chosen.
   [[nodiscard]] constexpr bool ranks() const noexcept { return (picks != 0 || mass > 0.f) && clusters.count == 0; }
   /// Whether what is chosen lies in chosen pages, all of whose tokens are attended unless tokens are ranked, too.

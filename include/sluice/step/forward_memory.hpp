@@ -36,7 +36,7 @@ struct ForwardMemory {
   std::uint32_t drafts = 1;             ///< of a row that chooses, see `teams`
   DigestKind digest = DigestKind::box;  ///< of pages, if there are digests
   std::uint32_t page_shift = 0;         ///< log2 of page_tokens
-  std::uint32_t code_bits = kCodeBits;  ///< of a channel of a key's copy, see CodeLayout
+  std::uint32_t code_bits = kCodeBits;  ///< of a channel of a key's copy, see CodeLayout; 0: there are no copies
   std::uint32_t append_rows = 0;        ///< of a forward that only brings tokens in, at least largest.rows()
   std::uint32_t max_picks = 0;          ///< tokens that a query head may choose
   std::uint32_t max_ranked = 0;         ///< pages that a query head may choose
@@ -78,7 +78,7 @@ struct ForwardMemory {
 
   // Memory of the device.
   std::byte* near = nullptr;       ///< [planes, near_pages] pages, whose rows hold any tokens of their plane
-  std::byte* codes = nullptr;      ///< [planes, blocks] copies of keys, see code_layout
+  std::byte* codes = nullptr;      ///< [planes, blocks] copies of keys, see code_layout; null: none
   std::byte* digests = nullptr;    ///< [planes, blocks, 2, head_dim] of full pages, as the dtype; null: none
   std::uint32_t* lists = nullptr;  ///< [stacks, list_count, max_pages] blocks; for the verbs of a layer its stack's
   float* key_means = nullptr;      ///< [list_count, planes, head_dim] of layers without windows, see CodeLayout
@@ -376,8 +376,13 @@ struct ForwardMemory {
     return window_in(layer) == 0 && layer >= clustering.dense_layers &&
            (clustering.dense_every == 0 || layer % clustering.dense_every != 0);
   }
-  /// Of keys' copies.
+  [[nodiscard]] constexpr bool has_codes() const noexcept { return code_bits != 0; }
+  /// Of keys' copies, if there are any.
   [[nodiscard]] constexpr CodeLayout code_layout() const noexcept { return CodeLayout(layout, code_bits); }
+  /// Of a page's copy; 0: there are none.
+  [[nodiscard]] constexpr std::uint64_t code_page_bytes() const noexcept {
+    return has_codes() ? code_layout().page_bytes() : 0;
+  }
   /// The digest of a block of a plane: hi, then lo.
   [[nodiscard]] constexpr std::byte* digest_of(std::uint32_t plane, std::uint32_t block) const noexcept {
     return digests + far_page(plane, block) * 2 * layout.row_bytes();

@@ -4,6 +4,7 @@
 
 #include "sluice/step/forward_memory.hpp"
 #include "sluice/step/select_tasks.hpp"
+#include "sluice/tensor.hpp"
 
 /// What a row that chooses asks of the verbs of a Backend, the same on every device. `list` is row * kv_heads + KV
 /// head, `plane` that head's of the layer.
@@ -25,7 +26,7 @@ namespace sluice {
   const bool ranks = row.list != kNone && row.ranks();
   const bool pages = ranks && row.in_pages();
   return {.q = m.q + std::uint64_t{list} * m.shape.group() * m.shape.head_dim,
-          .copies = m.codes + m.far_page(plane, 0) * m.code_layout().page_bytes(),
+          .copies = m.codes + m.far_page(plane, 0) * m.code_page_bytes(),
           .mean = ranks ? m.key_mean_of(row.list, plane) : nullptr,
           .frames = m.list_of(ranks ? row.list : 0),
           .tokens = ranks ? row.tokens : 0,
@@ -36,6 +37,27 @@ namespace sluice {
           .bits = m.code_bits,
           .draws = ranks ? row.draws.of(list % m.shape.kv_heads, m.own_group()) : HeadDraws{},
           .out = m.scores + std::uint64_t{list} * m.shape.group() * m.score_room()};
+}
+
+/// The same as far as copies are read: of none where the caller brings scores, which take the place of estimates.
+[[nodiscard]] constexpr ScoreInt4Task copies_task(const ForwardMemory& m, const ForwardRow& row, std::uint32_t list,
+                                                  std::uint32_t plane) noexcept {
+  ScoreInt4Task task = estimate_task(m, row, list, plane);
+  if (row.scored()) task.tokens = 0;
+  return task;
+}
+
+/// The caller's scores of a scored row and a KV head, of query head `head` of the list: float32, by token.
+[[nodiscard]] constexpr const std::byte* brought_scores(const ForwardMemory& m, const TensorView& scores,
+                                                        const ForwardRow& row, std::uint32_t kv_head,
+                                                        std::uint32_t head) noexcept {
+  const std::uint32_t last = row.drafts == 0 ? 0 : row.drafts - 1;
+  const std::uint32_t draft = m.asker(head).draft;
+  return scores.row(row.scores + (draft < last ? draft : last), scores.heads == 1 ? 0 : kv_head);
+}
+/// Of estimates that a row chooses by; the caller's scores are taken as they are.
+[[nodiscard]] constexpr float softcap_of(const ForwardMemory& m, const ForwardRow& row) noexcept {
+  return row.scored() ? 0.f : m.shape.softcap;
 }
 
 /// What its query heads choose of its clusters; without scratch memory.
@@ -49,7 +71,7 @@ namespace sluice {
           .members = m.cluster_members_of(row.clusters.slot, plane),
           .clusters = row.clusters.count,
           .samples = row.clusters.samples,
-          .copies = m.codes + m.far_page(plane, 0) * m.code_layout().page_bytes(),
+          .copies = m.codes + m.far_page(plane, 0) * m.code_page_bytes(),
           .mean = m.key_mean_of(row.list, plane),
           .frames = m.list_of(row.list),
           .tokens = row.tokens,

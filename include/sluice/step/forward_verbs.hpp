@@ -19,6 +19,8 @@ struct ForwardLayer {
   TensorView k;
   TensorView v;
   TensorView rehearsed{};  ///< as q, of buckets with rehearsed queries, in layers but the first; else no rows
+  /// [decode_rows, kv_heads or 1, tokens] f32, of buckets whose rows may choose by such scores; else no rows
+  TensorView scores{};
   MutableTensorView out;   ///< without rows where tokens are only brought in
   float* lse = nullptr;    ///< [rows, q_heads] natural log of the sum of exponentials; may be null
   void* stream = nullptr;  ///< the caller's: a cudaStream_t; a Stream* of a host device, or null: now
@@ -97,7 +99,7 @@ class ForwardVerbs {
   /// head, as TopKTask orders them: to pinned memory, of rows that ask.
   virtual void rank(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Scores of all visible tokens by their copies, before any soft-cap. Of rows that have chosen pages, of these: as
-  /// ScoreInt4Task lays them out with `lists`.
+  /// ScoreInt4Task lays them out with `lists`. Of rows that are scored() ForwardLayer::scores, as they are.
   virtual void score(const ForwardMemory& memory, const ForwardLayer& layer) = 0;
   /// Of rows whose histories propose: waits for that, as `merge` waits for answers, and says in ForwardRow::asks
   /// whether the CPU chooses in this layer. If not, scores of what is not proposed to a query head become NaN, which

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.errors import Error, InvalidArgument, Unsupported
-from sluice.options import EngineOptions, device_number
+from sluice.options import EngineOptions, _refuse_scores, device_number
 from sluice.serving.process import Settings
 
 
@@ -233,7 +233,9 @@ def check_options(options: dict[str, Any], policy: str, said: str = "--option ",
         except (AttributeError, TypeError, KeyError, OverflowError, ValueError, ctypes.ArgumentError, RecursionError):
             # Of words where numbers should be, and the like.
             raise InvalidArgument(f"{said}{name}: it may not be {shown(str(value))}") from None
-    _engine_options(**options).make_room_for(policy, 1)
+    made = _engine_options(**options)
+    made.make_room_for(policy, 1)
+    _refuse_scores(made, policy, "models of transformers")
 
 
 def _engine_options(**options: Any) -> EngineOptions:

@@ -15,7 +15,7 @@ from sluice._transformers_support import (changing, choose_near, dense_tokens, i
                                           refuse_of_the_model)
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, Unsupported
-from sluice.options import Bucket, Features, PlanItem, bucket_tokens, whole_tokens
+from sluice.options import Bucket, Features, PlanItem, _refuse_scores, bucket_tokens, whole_tokens
 from sluice.serving.attention import NAME, Forward, attention, running_as
 from sluice.serving.graphs import CudaGraphs, PaddedForwards, Padding, Recorder, Staging, Uncaptured
 from sluice.serving.served import engine_options, served_layers
@@ -76,6 +76,7 @@ class PackedModel:
                                              max_tokens=self.context),
                               **options)
         made.make_room_for(policy, self.context)
+        _refuse_scores(made, policy, "models of transformers")
         if made.cpu_sequences:
             made.cpu_sequences = sequences
         if made.cluster_sequences:

@@ -14,7 +14,7 @@ from sluice._torch import DTYPES, one_shape, same_number
 from sluice.admission import AdmissionOptions
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, OutOfCapacity, Unsupported
-from sluice.options import DENSE_AUTO, Bucket, EngineOptions, Features
+from sluice.options import DENSE_AUTO, Bucket, EngineOptions, Features, _refuse_scores
 from sluice.vllm._config import OWNER, Settings
 
 
@@ -66,6 +66,7 @@ def engine_options(config: Any, layers: Sequence[Any], settings: Settings, devic
     if Features.REHEARSED in made.largest.features:
         raise Unsupported(f"{OWNER}policy {settings.policy} chooses by rehearsed queries, which models of vLLM do not "
                           "hand over; leave the stage rehearsed out")
+    _refuse_scores(made, settings.policy, "models of vLLM")
     made.cpu_sequences = made.cpu_sequences and made.sequences
     made.cluster_sequences = made.cluster_sequences and made.sequences
     return made

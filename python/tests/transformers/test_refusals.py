@@ -106,6 +106,14 @@ def test_a_policy_whose_queries_are_rehearsed() -> None:
         pass
 
 
+def test_a_policy_whose_scores_nobody_hands_over() -> None:
+    model = llama()
+    with pytest.raises(sluice.Unsupported, match="scores of a model's own indexer, which models of transformers do not"):
+        enabled(model, policy="scores | top_k=64 | near=0")
+    with enabled(model):  # Nothing has changed.
+        pass
+
+
 def test_what_is_no_model() -> None:
     with pytest.raises(sluice.InvalidArgument, match="model is a str; give what from_pretrained"):
         sluice.transformers.enable("some/folder")

@@ -8,6 +8,7 @@
 #include "scheduler/plan/forward_work.hpp"
 #include "sluice/step/fetch_share.hpp"
 #include "tools/cli/bench/device_copies.hpp"
+#include "tools/cli/engine_flags.hpp"
 #include "tools/cli/text/interrupt.hpp"
 #include "tools/cli/text/report.hpp"
 #include "tools/llama/graph.hpp"
@@ -65,6 +66,7 @@ EngineOptions SyntheticForwards::sizes(const SyntheticForwardsOptions& options) 
   sizes.dense_tokens = options.dense_tokens;
   sizes.largest.top_k = false;
   sizes.max_picks = sizes.max_ranked = sizes.max_window = sizes.prompt_queries = 1;
+  refuse_scores(options.policy);
   make_room_for(options.policy, sizes.largest.max_tokens, sizes);
   if (sizes.cpu_sequences != 0) sizes.cpu_sequences = options.rows;
   if (sizes.cluster_sequences != 0) sizes.cluster_sequences = options.rows;
