@@ -146,7 +146,18 @@ def psa_layers(placement: str) -> str:
                    for length, rows in ((8192, 1), (32768, 1), (131072, 1), (32768, 8)))
 
 
+def equal_accuracy(method: str) -> tuple[float, float]:
+    """The most that is attended where a method has less than 98% of dense accuracy, and the least where it has that."""
+    rows = raw("psa_arkvale.json")["rows"]
+    (dense,) = [row["right"] for row in rows if row["policy"] == "dense"]
+    own = [row for row in rows if row["policy"].startswith(method)]
+    return (max(row["attended"] for row in own if row["right"] < 0.98 * dense),
+            min(row["attended"] for row in own if row["right"] >= 0.98 * dense))
+
+
 PSA: dict[str, Callable[[], str]] = {
+    "tokens attended at 98% of dense accuracy, less than ArkVale": lambda: (
+        f"{equal_accuracy('arkvale')[1] / equal_accuracy('psa')[1]:.1f} times"),
     "requests/s within the limits, x dense, psa": lambda: serving("stream/psa"),
     "the same, psa | int4": lambda: serving("hybrid/psa | int4"),
     "the same, arkvale": lambda: serving("arkvale"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from test_figures import figure, raw, reports
-from test_papers import CHUNKS, ONE, PAGE, SECTIONS, held, near, prompt, rows_of, section, tactic_512k
+from test_papers import CHUNKS, ONE, PAGE, SECTIONS, equal_accuracy, held, near, prompt, rows_of, section, tactic_512k
 
 
 def test_k_of_lfps() -> None:
@@ -85,6 +85,18 @@ def test_prompts_of_a_real_checkpoint() -> None:
     assert f"computes {more:.1f}\ntimes as many blocks" in section("FlexPrefill")
     few, many = rows["flexprefill@0.6+lines"], rows["flexprefill@0.98"]
     assert few["prompt_blocks"] < many["prompt_blocks"] and few["kl_mean"] < many["kl_mean"]
+
+
+def test_psa_beside_arkvale() -> None:
+    rows = {row["policy"]: row for row in raw("psa_arkvale.json")["rows"] if row["policy"] != "full"}
+    table = section("PSA").partition("| policy |")[2].partition("\n\n")[0].splitlines()[2:]
+    shown = [[cell.strip(" `") for cell in line.strip(" |").split("|")] for line in table]
+    assert [name for name, *_ in shown] == list(rows)
+    for name, *cells in shown:
+        share = "100%" if name == "dense" else f"{rows[name]['attended']:.0%}"
+        assert cells == [str(rows[name]["right"]), share] and rows[name]["prompts"] == 32
+    (arkvale_under, arkvale), (psa_under, psa) = equal_accuracy("arkvale"), equal_accuracy("psa")
+    assert f"lies between {arkvale_under / psa:.1f} and {arkvale / psa_under:.1f}." in section("PSA")
 
 
 def test_shares_that_are_given_as_reasons() -> None:
