@@ -108,7 +108,7 @@ class Forwards:
         expect what might give way."""
         if self.disk is None or not prompt.stored:
             return True
-        with contextlib.suppress(Error):  # An engine that has failed says so to a forward.
+        try:
             found = self.disk.find(prompt.ids, prompt.salt)
             if found is None:
                 return True
@@ -117,6 +117,9 @@ class Forwards:
             if len(self._sequences) + len(self._leaving) >= self.engine.options.sequences:
                 self._settle(0)
             self.disk.read(found)
+        except Error:
+            if not self._goes_on:
+                raise  # Else an engine that has failed says so to a forward.
         return True
 
     def known(self, prompt: Prompt) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ import normal_weights
 from lab import BLOCK_TOKENS, Results, graph_options, parser_of, size, sluice_options
 
 _START_S, _END_S = 900, 30
+_PREFIX = re.compile(r"^\(\w+ pid=\d+\) (ERROR \S+ \S+ \[\S+\] ?)?")  # Of a line of a process.
 # The command `vllm` of packages for the CPU does not find its own version.
 _BENCH = ("import argparse; from vllm.benchmarks.serve import add_cli_args, main; parser = argparse.ArgumentParser(); "
           "add_cli_args(parser); main(parser.parse_args())")
@@ -74,7 +76,8 @@ def server(wants: argparse.Namespace, folder: Path) -> Iterator[str]:
         url, ends = f"http://127.0.0.1:{port}", time.monotonic() + _START_S
         while not _answers(url):
             if process.poll() is not None or time.monotonic() > ends:
-                raise RuntimeError(f"the server does not answer: {log.read_text(errors='replace')[-4000:]}")
+                raise RuntimeError(f"the server does not answer; --log FILE keeps all that it says. "
+                                   f"{_cause(log.read_text(errors='replace'))}")
             time.sleep(0.5)
         yield url
     finally:
@@ -87,6 +90,15 @@ def server(wants: argparse.Namespace, folder: Path) -> Iterator[str]:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
+
+
+def _cause(text: str) -> str:
+    """Of what a server has said that did not start, the first error: its processes repeat each other's."""
+    lines = [_PREFIX.sub("", line) for line in text.splitlines()]
+    first = next((at for at, line in enumerate(lines) if line.startswith("Traceback")), len(lines))
+    # What is behind a trace, whose lines are indented.
+    error = next((at for at in range(first + 1, len(lines)) if lines[at] and not lines[at].startswith(" ")), None)
+    return "\n".join(lines[-20:] if error is None else lines[error : error + 3])
 
 
 def _answers(url: str) -> bool:

@@ -20,6 +20,7 @@ import speed
 import tokens
 import torch
 from families import save
+from servers import installed
 
 SMOLLM2 = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sluice" / "models" / "smollm2"
 SMALL = ("--dtype", "float32", "--max-len", "256", "--batched", "64", "--host", "16MiB", "--kv", "64MiB", "--option",
@@ -119,6 +120,13 @@ def test_soak(run: Run) -> None:
     assert all(each["rss_gib"] > 0 for each in found[1:])
 
 
+@pytest.fixture
+def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pip leaves of Sluice's entry point, for processes that a test starts."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(installed(tmp_path)), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.mark.usefixtures("plug_in")
 def test_serve(run: Run, tmp_path: Path) -> None:
     code, found = run(serve.main, "--rates", "2", "--seconds", "2", "--input", "24", "--answer", "4", "--log",
                       str(tmp_path / "log"), model=SMOLLM2)
@@ -127,9 +135,23 @@ def test_serve(run: Run, tmp_path: Path) -> None:
     assert "Sluice keeps 30 layers" in (tmp_path / "log").read_text()
 
 
-def test_a_server_that_does_not_start(run: Run, model: Path) -> None:
-    with pytest.raises(RuntimeError, match="(?s)the server does not answer: .*polcy"):
-        run(serve.main, "--option", "polcy=full")
+@pytest.mark.usefixtures("plug_in")
+def test_a_server_that_does_not_start(run: Run) -> None:
+    with pytest.raises(RuntimeError, match="(?s)the server does not answer; --log .*there is no option polcy"):
+        run(serve.main, "--option", "polcy=full", model=SMOLLM2)
+
+
+def test_the_cause_of_a_server_that_ended() -> None:
+    said = """(APIServer pid=1) WARNING 11-29 00:27:10 [system_utils.py:299] such as `OSError: too many files`
+(EngineCore pid=2) ERROR 11-29 00:27:11 [core.py:100] Traceback (most recent call last):
+(EngineCore pid=2) ERROR 11-29 00:27:11 [core.py:100]   File "a.py", line 1, in <module>
+(EngineCore pid=2) ERROR 11-29 00:27:11 [core.py:100]     raise InvalidArgument()
+(EngineCore pid=2) ERROR 11-29 00:27:11 [core.py:100] sluice.errors.InvalidArgument: too few
+(APIServer pid=1) Traceback (most recent call last):
+(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above.
+"""
+    assert serve._cause(said).startswith("sluice.errors.InvalidArgument: too few")
+    assert serve._cause("a\nb") == "a\nb"
 
 
 @pytest.mark.parametrize("words", [("8064:4,1",), ("8K",), ("8064:a",)])
