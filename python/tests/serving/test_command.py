@@ -166,6 +166,8 @@ def test_a_file_that_is_not_there(here: Callable[..., Done], tmp_path: Path) -> 
     done = here("run", "--file", str(tmp_path))
     assert done.returncode == 1 and str(tmp_path) in done.stderr
     assert here("run", "--prompt", "a", "--policy", "nonesuch").returncode == 2
+    done = here("run", "--prompt", "a", "--policy", "scores | top_k=9 | near=0")
+    assert done.returncode == 3 and "scores of a model's own indexer" in done.stderr
 
 
 def test_exit_codes_by_error(here: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,9 +77,10 @@ class Scored:
 
     def _check(self, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: torch.Tensor,
                scale: float) -> None:
-        """The highest scores of the tokens before the newest, and the newest, in float64."""
+        """The highest scores of the tokens before the newest, of equal ones the first, and the newest, in float64."""
         assert self._at > self._chosen
-        attended = torch.cat([scores[: self._at].topk(self._chosen).indices, torch.tensor([self._at])])
+        order = scores[: self._at].sort(descending=True, stable=True).indices
+        attended = torch.cat([order[: self._chosen], torch.tensor([self._at])])
         weights = (torch.einsum("hd,htd->ht", q, k[:, attended]) * scale).softmax(-1)
         torch.testing.assert_close(out.double(), torch.einsum("ht,htd->hd", weights, v[:, attended]), rtol=0, atol=2e-5)
 
