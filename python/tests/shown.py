@@ -88,6 +88,7 @@ LISTED: dict[str, tuple[str, Callable[[tuple[str, ...]], bool]]] = {
                lambda words: (ROOT / "docker" / "Dockerfile").is_file()),
     "python3 -m venv": ("an environment of its own: tests/wheel makes one",
                         lambda words: "pip" not in words or extras(words)),
+    "CUDAARCHS=80;90a pip wheel": ("compiles CUDA code for minutes; tests/wheel builds a wheel without", extras),
     "pip install": ("needs the network; tests/wheel builds and installs the package without", extras),
     "python tools/lab/benchmarks/search.py": ("minutes on a GPU: evaluation/test_search.py runs it", always),
     "torchrun": ("several processes for minutes: serving/test_tensor_parallel.py runs them", always),

@@ -182,8 +182,8 @@ TEST_CASE("far rows of every type are shared, those with scales, too", "[engine]
   using namespace policies;
   const EngineRig rig = engine_rig();
   const DType dtype = GENERATE_REF(from_range(rig.kv_dtypes));
-  const std::uint32_t near = GENERATE(0u, 9u);
-  const char* const text = GENERATE("full | near=0", "exact | int4 | top_k=40 | near=0,sinks=4,recent=40");
+  const auto [near, text] = GENERATE(grid(
+      std::array{0u, 9u}, std::array{"full | near=0", "exact | int4 | top_k=40 | near=0,sinks=4,recent=40"}));
   CAPTURE(to_string(dtype), near, text);
   Story story(kShape, 282, 501);
   story.leave_grid(502);

@@ -1,4 +1,5 @@
 // What histories propose ahead of time, on every device: it chooses of that what the CPU would have chosen.
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -112,8 +113,7 @@ TEST_CASE("forecasts tell what comes over the link, too", "[engine][forecast]") 
 }
 
 TEST_CASE("histories that know nothing yet are no forecast, from the first token on", "[engine][forecast]") {
-  const auto prompt = GENERATE(0u, 1u, 16u, 79u);
-  const auto text = GENERATE(kPlain, kShare);
+  const auto [prompt, text] = GENERATE(grid(std::array{79u, 0u, 1u, 16u}, std::array{kPlain, kShare}));
   CAPTURE(prompt, text);
   const EngineRig rig = engine_rig();
   const Story story = story_of(rig, 100, 62);

@@ -297,7 +297,8 @@ TEST_CASE("a forward that ran and is cancelled is as if its token had been decod
   ForwardTensors tensors(*rig.device, kShape, bucket.rows());
   const auto gone = [&](const Teller& of) { return engine.memory(of.id).policy == 0; };
   bool all = true, none = true;
-  for (std::uint32_t back = 20; back < 26; ++back) {
+  // From before that number to beyond it, in one step under the thread sanitizer.
+  for (std::uint32_t back = 20; back < 26; back += kThreadSanitized ? 5 : 1) {
     Teller calm{.story = &story, .id = engine.fork(prompt.id, kPrompt), .at = kPrompt};
     Teller teller{.story = &story, .id = engine.fork(prompt.id, kPrompt), .at = kPrompt};
     while (calm.at + 1 < story.tokens()) {
