@@ -5,6 +5,7 @@
 
 #include "sluice/audit.hpp"
 #include "sluice/engine.hpp"
+#include "sluice/step/page.hpp"
 #include "tools/cli/text/report.hpp"
 
 namespace sluice::tools {

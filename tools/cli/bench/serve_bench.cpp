@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "sluice/error.hpp"
+#include "sluice/step/page.hpp"
 #include "tools/cli/bench/decode_room.hpp"
 #include "tools/cli/text/message.hpp"
 

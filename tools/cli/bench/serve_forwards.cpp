@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "sluice/error.hpp"
+#include "sluice/step/page.hpp"
 
 namespace sluice::tools {
 namespace {

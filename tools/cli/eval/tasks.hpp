@@ -11,6 +11,7 @@
 #include "sluice/device.hpp"
 #include "sluice/policy.hpp"
 #include "sluice/prefill.hpp"
+#include "sluice/step/page.hpp"
 #include "tools/cli/engine_columns.hpp"
 #include "tools/cli/engine_flags.hpp"
 #include "tools/cli/text/progress_bar.hpp"

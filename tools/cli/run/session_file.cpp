@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "sluice/error.hpp"
+#include "sluice/step/page.hpp"
 #include "tools/cli/link/profile_cache.hpp"
 #include "tools/cli/text/message.hpp"
 #include "tools/cli/text/progress_bar.hpp"

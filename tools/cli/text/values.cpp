@@ -7,6 +7,7 @@
 
 #include "scheduler/numbers.hpp"
 #include "sluice/error.hpp"
+#include "sluice/units.hpp"
 
 namespace sluice::tools {
 namespace {
