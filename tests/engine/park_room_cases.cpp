@@ -105,6 +105,7 @@ TEST_CASE("a page whose copy a plan has left behind is as it should be when its 
   const PlanItem item{.sequence = child.id};
   struct OtherStream final : Stream {
     void copy(std::span<const Copy>) override {}
+    void fill(std::span<std::byte>, std::byte) override {}
     void record(Event&) override {}
     void wait(const Event&) override {}
     void signal(Flag&, std::uint64_t) override {}
