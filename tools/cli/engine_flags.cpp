@@ -7,6 +7,8 @@
 #include <string>
 #include <utility>
 
+#include <CLI/CLI.hpp>
+
 #include "scheduler/plan/forward_rows.hpp"
 #include "tools/cli/dense_flag.hpp"
 #include "tools/cli/text/values.hpp"

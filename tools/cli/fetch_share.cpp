@@ -3,6 +3,8 @@
 #include <cmath>
 #include <string>
 
+#include <CLI/CLI.hpp>
+
 #include "scheduler/plan/cost_model.hpp"
 #include "sluice/units.hpp"
 #include "tools/cli/text/message.hpp"
