@@ -1,5 +1,7 @@
 #include "tools/cli/dense_flag.hpp"
 
+#include <CLI/CLI.hpp>
+
 #include "sluice/engine_options.hpp"
 #include "tools/cli/text/values.hpp"
 

@@ -4,6 +4,8 @@
 #include <optional>
 #include <string_view>
 
+#include <CLI/CLI.hpp>
+
 #include "scheduler/numbers.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/link/profile_cache.hpp"

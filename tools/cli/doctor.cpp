@@ -2,6 +2,8 @@
 #include <cstdio>
 #include <memory>
 
+#include <CLI/CLI.hpp>
+
 #include "cpu/backend/rates.hpp"
 #include "cpu/kernels/kernels.hpp"
 #include "cpu/machine/topology.hpp"

@@ -7,6 +7,8 @@
 #include <string>
 #include <utility>
 
+#include <CLI/CLI.hpp>
+
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/page_rules.hpp"
 #include "tools/cli/dense_flag.hpp"

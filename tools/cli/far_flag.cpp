@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <CLI/CLI.hpp>
+
 #include "scheduler/plan/far_advice.hpp"
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"

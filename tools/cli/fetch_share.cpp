@@ -2,6 +2,8 @@
 
 #include <string>
 
+#include <CLI/CLI.hpp>
+
 #include "tools/cli/text/values.hpp"
 
 namespace sluice::tools {

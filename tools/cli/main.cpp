@@ -7,6 +7,8 @@
 #include <system_error>
 #include <vector>
 
+#include <CLI/CLI.hpp>
+
 #include "tools/cli/text/command.hpp"
 #include "tools/cli/text/facts.hpp"
 #include "tools/cli/text/message.hpp"

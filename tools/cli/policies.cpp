@@ -1,5 +1,7 @@
 #include <memory>
 
+#include <CLI/CLI.hpp>
+
 #include "sluice/policy.hpp"
 #include "tools/cli/text/command.hpp"
 

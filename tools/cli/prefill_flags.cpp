@@ -5,6 +5,8 @@
 #include <charconv>
 #include <optional>
 
+#include <CLI/CLI.hpp>
+
 #include "scheduler/numbers.hpp"
 #include "tools/cli/text/values.hpp"
 

@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include <CLI/CLI.hpp>
+
 #include "tools/cli/text/values.hpp"
 
 namespace sluice::tools {

@@ -2,6 +2,8 @@
 #include <cmath>
 #include <memory>
 
+#include <CLI/CLI.hpp>
+
 #include "sluice/error.hpp"
 #include "tools/cli/bench/batch_rows.hpp"
 #include "tools/cli/bench/bench.hpp"

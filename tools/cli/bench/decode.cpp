@@ -2,6 +2,8 @@
 // memory.
 #include <memory>
 
+#include <CLI/CLI.hpp>
+
 #include "sluice/error.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/decode_bench.hpp"

@@ -3,6 +3,8 @@
 #include <memory>
 #include <optional>
 
+#include <CLI/CLI.hpp>
+
 #include "sluice/error.hpp"
 #include "tools/cli/bench/batch_rows.hpp"
 #include "tools/cli/bench/gpu_attention.hpp"

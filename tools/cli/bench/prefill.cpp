@@ -1,6 +1,8 @@
 #include <cstdint>
 #include <memory>
 
+#include <CLI/CLI.hpp>
+
 #include "sluice/engine.hpp"
 #include "tools/cli/bench/batch_rows.hpp"
 #include "tools/cli/bench/bench.hpp"

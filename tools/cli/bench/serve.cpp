@@ -4,6 +4,8 @@
 #include <memory>
 #include <optional>
 
+#include <CLI/CLI.hpp>
+
 #include "cpu/device/host_device.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/bench/bench.hpp"

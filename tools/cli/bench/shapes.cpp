@@ -4,6 +4,8 @@
 #include <array>
 #include <string_view>
 
+#include <CLI/CLI.hpp>
+
 #include "sluice/error.hpp"
 
 namespace sluice::tools {

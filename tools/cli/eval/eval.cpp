@@ -2,6 +2,8 @@
 #include <memory>
 #include <utility>
 
+#include <CLI/CLI.hpp>
+
 #include "sluice/error.hpp"
 #include "tools/cli/dense_flag.hpp"
 #include "tools/cli/eval/eval_model.hpp"

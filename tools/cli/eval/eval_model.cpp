@@ -2,6 +2,8 @@
 
 #include <optional>
 
+#include <CLI/CLI.hpp>
+
 #include "sluice/error.hpp"
 #include "tools/cli/far_flag.hpp"
 #include "tools/cli/model_source.hpp"

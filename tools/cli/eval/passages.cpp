@@ -1,5 +1,7 @@
 #include "tools/cli/eval/passages.hpp"
 
+#include <CLI/CLI.hpp>
+
 #include "sluice/error.hpp"
 #include "tools/cli/text/command.hpp"
 #include "tools/cli/text/values.hpp"

@@ -5,9 +5,11 @@
 #include <string_view>
 #include <vector>
 
-#include <CLI/CLI.hpp>
-
 #include "tools/llama/tasks.hpp"
+
+namespace CLI {
+class App;
+}
 
 namespace sluice::tools {
 

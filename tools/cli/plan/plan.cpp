@@ -4,6 +4,8 @@
 #include <memory>
 #include <utility>
 
+#include <CLI/CLI.hpp>
+
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "sluice/units.hpp"

@@ -1,5 +1,7 @@
 #include "tools/cli/run/prompt.hpp"
 
+#include <CLI/CLI.hpp>
+
 #include "sluice/error.hpp"
 #include "tools/llama/files.hpp"
 #include "tools/llama/tokenizer.hpp"

@@ -2,6 +2,8 @@
 #include <memory>
 #include <type_traits>
 
+#include <CLI/CLI.hpp>
+
 #include "sluice/error.hpp"
 #include "tools/cli/device_flags.hpp"
 #include "tools/cli/engine_flags.hpp"

@@ -7,6 +7,8 @@
 #include <string>
 #include <utility>
 
+#include <CLI/CLI.hpp>
+
 #include "tools/cli/text/interrupt.hpp"
 #include "tools/cli/text/message.hpp"
 
@@ -74,6 +76,8 @@ ExitCode exit_code_of(Errc code) noexcept {
   }
   return kFailed;
 }
+
+CLI::Option* shows_default(CLI::Option* option, const std::string& value) { return option->default_str(value); }
 
 CLI::Option* add_count(CLI::App& app, const std::string& name, std::function<void(std::uint64_t)> set,
                        const std::string& help, CountRange range) {

@@ -6,12 +6,16 @@
 #include <string>
 #include <vector>
 
-#include <CLI/CLI.hpp>
-
 #include "sluice/error.hpp"
 #include "sluice/tensor.hpp"
 #include "tools/cli/text/output.hpp"
 #include "tools/cli/text/values.hpp"
+
+// CLI11's header takes the compiler seconds; what adds options or parses them includes it.
+namespace CLI {
+class App;
+class Option;
+}  // namespace CLI
 
 namespace sluice::tools {
 
@@ -48,12 +52,14 @@ CLI::Option* add_number(CLI::App& app, const std::string& name, float& target, c
                         NumberRange range = {});
 CLI::Option* add_number(CLI::App& app, const std::string& name, double& target, const std::string& help,
                         NumberRange range = {});
+/// The option, whose help shows this as its default.
+CLI::Option* shows_default(CLI::Option* option, const std::string& value);
 template <std::integral Count>
 CLI::Option* add_count(CLI::App& app, const std::string& name, Count& target, const std::string& help,
                        CountRange range = {}) {
   const auto set = [&target](std::uint64_t value) { target = static_cast<Count>(value); };
-  return add_count(app, name, std::function<void(std::uint64_t)>(set), help, range)
-      ->default_str(std::to_string(target));
+  return shows_default(add_count(app, name, std::function<void(std::uint64_t)>(set), help, range),
+                       std::to_string(target));
 }
 
 /// Options whose values have units. `target` holds the default, which the help shows, and must outlive parsing.

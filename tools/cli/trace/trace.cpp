@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include <CLI/CLI.hpp>
+
 #include "cpu/backend/rates.hpp"
 #include "cpu/machine/topology.hpp"
 #include "cpu/threads/workers.hpp"
