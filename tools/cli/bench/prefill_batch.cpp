@@ -15,7 +15,8 @@ constexpr std::chrono::minutes kPatience{10};
 
 PrefillBatch::PrefillBatch(const std::vector<std::unique_ptr<PrefillLayer>>& layers, std::uint32_t chunk_tokens,
                            Device& device, Stream& stream)
-    : backend_(backend_of(device)),
+    : device_(device),
+      backend_(backend_of(device)),
       stream_(stream),
       shape_(layers.front()->options().shape),
       strides_(layers.front()->strides()) {

@@ -41,6 +41,7 @@ class PrefillBatch {
   /// Collects the tasks of what is planned, which the verbs read when the stream gets to them.
   void plan_calls();
 
+  Device& device_;
   std::shared_ptr<Backend> backend_;
   Stream& stream_;
   AttentionShape shape_;

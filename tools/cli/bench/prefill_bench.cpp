@@ -8,6 +8,7 @@
 #include "scheduler/prefill_auto.hpp"
 #include "sluice/audit.hpp"
 #include "sluice/error.hpp"
+#include "sluice/step/forward_verbs.hpp"
 #include "sluice/step/prefill_choice.hpp"
 #include "tools/cli/bench/backend_of.hpp"
 #include "tools/cli/bench/batch_rows.hpp"

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "sluice/policy.hpp"
+#include "sluice/step/backend.hpp"
 #include "sluice/step/select_tasks.hpp"
 #include "tools/cli/bench/prefill_layer.hpp"
 
