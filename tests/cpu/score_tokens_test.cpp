@@ -2,21 +2,25 @@
 
 #include "cpu/stages/score_tokens.hpp"
 
-#include <algorithm>
+#include <array>
+#include <cmath>
 #include <vector>
 
 #include "tests/cpu/backend_cases.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/random.hpp"
+#include "tests/support/sanitized.hpp"
 
 namespace sluice::test {
 
 TEST_CASE("token scores are scaled products with the keys", "[cpu][score_tokens]") {
-  const auto [dtype, head_dim, group] =
-      GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3},
-                    std::array{64u, 80u, 96u, 128u, 192u, 256u}, std::array{1u, 3u, 4u, 32u}));
+  const auto [dtype, head_dim, group] = GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3},
+                                                      std::array{80u, 128u}, std::array{1u, 3u, 8u}));
   CAPTURE(to_string(dtype), head_dim, group);
   const Problem problem({.dtype = dtype, .tokens = 1'501, .head_dim = head_dim, .group = group});
+  std::vector<double> scores;
+  for (std::uint32_t token = 0; token < 1'501; ++token)
+    for (std::uint32_t head = 0; head < group; ++head) scores.push_back(reference::score(problem, head, token));
   const double within = tolerance(problem);
   for (const cpu::Kernels* kernels : cpu::available_kernels()) {
     CAPTURE(kernels->name);
@@ -29,7 +33,7 @@ TEST_CASE("token scores are scaled products with the keys", "[cpu][score_tokens]
       out.pop_back();
       std::vector<double> expected;
       for (const std::uint32_t token : tokens)
-        for (std::uint32_t head = 0; head < group; ++head) expected.push_back(reference::score(problem, head, token));
+        expected.insert(expected.end(), &scores[token * group], &scores[token * group] + group);
       REQUIRE(max_abs_diff(out, expected) <= within);
     }
   }
