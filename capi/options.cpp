@@ -19,12 +19,10 @@ struct Feature {
   std::uint32_t bit;
   bool Bucket::*field;
 };
-constexpr Feature kFeatures[] = {{SLUICE_BUCKET_TOP_K, &Bucket::top_k},
-                                 {SLUICE_BUCKET_UNBOUNDED, &Bucket::unbounded},
-                                 {SLUICE_BUCKET_PAGES, &Bucket::pages},
-                                 {SLUICE_BUCKET_AUDIT, &Bucket::audit},
-                                 {SLUICE_BUCKET_REHEARSED, &Bucket::rehearsed},
-                                 {SLUICE_BUCKET_SCORES, &Bucket::scores}};
+constexpr Feature kFeatures[] = {
+    {SLUICE_BUCKET_TOP_K, &Bucket::top_k},         {SLUICE_BUCKET_UNBOUNDED, &Bucket::unbounded},
+    {SLUICE_BUCKET_PAGES, &Bucket::pages},         {SLUICE_BUCKET_AUDIT, &Bucket::audit},
+    {SLUICE_BUCKET_REHEARSED, &Bucket::rehearsed}, {SLUICE_BUCKET_SCORES, &Bucket::scores}};
 
 [[noreturn]] void refuse(const char* field, std::int64_t value, const char* remedy) {
   throw Error(Errc::invalid_argument,

@@ -414,8 +414,8 @@ typedef struct sluice_attend_args {
   const sluice_tensor* out;
   const sluice_tensor* lse;        ///< may be null
   const sluice_tensor* rehearsed;  ///< as of sluice_engine_attend_rehearsed; null: none
-  /// [decode_rows or more, kv_heads or 1, max_tokens of the bucket or more], f32: element t of a row is the score of the
-  /// sequence's token t for one of its KV heads, or for all of them. Row i is of the forward's i-th token that is
+  /// [decode_rows or more, kv_heads or 1, max_tokens of the bucket or more], f32: element t of a row is the score of
+  /// the sequence's token t for one of its KV heads, or for all of them. Row i is of the forward's i-th token that is
   /// decoded, in the order of the plan's items, prompts left out. Wanted in all layers without a window of buckets with
   /// SLUICE_BUCKET_SCORES, for policies with the source `scores`, and ignored otherwise, as are rows of other policies,
   /// what a layer attends anyway, and tokens that a row does not see. Larger scores are chosen first, of equal ones the

@@ -41,24 +41,24 @@ struct Batch {
 
 /// One layer of a forward, in memory of the device, touched on `stream` alone. With rows = Bucket::rows():
 struct AttendArgs {
-  TensorView q;             ///< [rows, q_heads, head_dim] after RoPE
-  TensorView k;             ///< [rows, kv_heads, head_dim] likewise
-  TensorView v;             ///< as k
-  MutableTensorView out;    ///< as q
-  float* lse = nullptr;     ///< [rows, q_heads] natural log of the sum of exponentials; may be null
-  void* stream = nullptr;   ///< a cudaStream_t with the CUDA device; a Stream* with a host device, or null: at once
+  TensorView q;            ///< [rows, q_heads, head_dim] after RoPE
+  TensorView k;            ///< [rows, kv_heads, head_dim] likewise
+  TensorView v;            ///< as k
+  MutableTensorView out;   ///< as q
+  float* lse = nullptr;    ///< [rows, q_heads] natural log of the sum of exponentials; may be null
+  void* stream = nullptr;  ///< a cudaStream_t with the CUDA device; a Stream* with a host device, or null: at once
   /// As q: what the attention input of the layer before, as that layer normalised it, gives with this layer's query
-  /// weights, after RoPE. Wanted in all layers but the first of buckets with Bucket::rehearsed, for policies that choose
-  /// by it, and ignored otherwise.
+  /// weights, after RoPE. Wanted in all layers but the first of buckets with Bucket::rehearsed, for policies that
+  /// choose by it, and ignored otherwise.
   TensorView rehearsed{};
   /// [decode_rows or more, kv_heads or 1, max_tokens of the bucket or more] f32: element t of a row is the score of the
   /// sequence's token t for one of its KV heads, or for all of them. Row i is of the forward's i-th token that is
   /// decoded, in the order of the plan's items, prompts left out; padding has rows of any values. Wanted in all layers
   /// without a window of buckets with Bucket::scores, for policies with the source `scores`, and ignored otherwise, as
   /// are rows of other policies, what a layer attends anyway, and tokens that a row does not see. Larger scores are
-  /// chosen first, of equal ones the earlier token; -infinity comes behind all numbers, NaN behind that. Budgets `top_p`
-  /// and `sample` take scores as natural logarithms of weights, as they are: EngineOptions::scale and ::softcap are not
-  /// applied.
+  /// chosen first, of equal ones the earlier token; -infinity comes behind all numbers, NaN behind that. Budgets
+  /// `top_p` and `sample` take scores as natural logarithms of weights, as they are: EngineOptions::scale and ::softcap
+  /// are not applied.
   TensorView scores{};
 };
 
@@ -73,10 +73,11 @@ struct AttendArgs {
 /// goes by what earlier chunks of the sequence kept, as far as their forwards were finished when one is planned.
 ///
 /// Serves every policy with near=0, dense layers and bypass. On the device choose `full`, `none` (sinks and recent
-/// tokens), `scores` (those that the caller brings), `exact | int4` and `pages | int4` with `top_k` or `top_p`, `clusters | int4` with `fitted`, and
-/// `pages | top_k=all` (Quest, ArkVale), these without bypass. All others choose on the CPU, between a layer's question
-/// and its answer; pages are ranked on the device for them, too. What a row attends depends on policy, sequence and its
-/// draft group alone, neither on what else is in the batch nor on what is near.
+/// tokens), `scores` (those that the caller brings), `exact | int4` and `pages | int4` with `top_k` or `top_p`,
+/// `clusters | int4` with `fitted`, and `pages | top_k=all` (Quest, ArkVale), these without bypass. All others choose
+/// on the CPU, between a layer's question and its answer; pages are ranked on the device for them, too. What a row
+/// attends depends on policy, sequence and its draft group alone, neither on what else is in the batch nor on what is
+/// near.
 ///
 /// Drafts are verified one by one or, in a bucket with drafts, together (Bucket::drafts): each query head of each of a
 /// draft group's rows chooses among the tokens before the group, and all its rows attend what any of them chose, and

@@ -222,8 +222,8 @@ class Engine(Closing):
         kv_heads or 1, max_tokens of the bucket or more] in f32, in every layer without a window of buckets with
         Features.SCORES: element t of a row is what the model's indexer says of the sequence's token t, for a KV head or
         for all; row i is of the forward's i-th token that is decoded, in the order of its items, prompts left out.
-        Larger ones are chosen first; -inf comes behind all numbers, NaN behind that; tokens that a row does not see, and
-        rows of policies without the source `scores`, are not looked at."""
+        Larger ones are chosen first; -inf comes behind all numbers, NaN behind that; tokens that a row does not see,
+        and rows of policies without the source `scores`, are not looked at."""
         if layer >> 32:
             raise InvalidArgument(f"layer is {layer}; it must be one of the engine's")
         with self._lock:

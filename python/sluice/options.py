@@ -256,11 +256,12 @@ def _numbers(name: str, values: Sequence[int]) -> tuple[int, ctypes.Array]:
     return len(numbers), (ctypes.c_uint32 * len(numbers))(*(_unsigned(name, number) for number in numbers))
 
 
-def _refuse_scores(options: EngineOptions, policy: str, models: str) -> None:
-    """Raises Unsupported if a policy wants scores, which nobody takes from the layers of these models."""
+def _refuse_scores(options: EngineOptions, policy: str) -> None:
+    """Raises Unsupported if a policy wants scores, where none are taken from a model's layers."""
     if options.largest is not None and Features.SCORES in options.largest.features:
-        raise Unsupported(f"policy {policy} chooses by scores of a model's own indexer, which {models} do not hand over; "
-                          "choose by copies of keys, as in exact | int4 | sample=256, or drive a sluice.Engine")
+        raise Unsupported(f"policy {policy} chooses by scores of a model's own indexer, which only callers of "
+                          "sluice.Engine.attend hand over; drive a sluice.Engine, or choose by copies of keys, as in "
+                          "exact | int4 | sample=256")
 
 
 def _unsigned(name: str, value: int, bits: int = 32) -> int:

@@ -109,7 +109,7 @@ def options_for(model: transformers.PreTrainedModel, policies: Sequence[str], ho
     for policy in policies:
         made.make_room_for(policy, longest(config))
         refuse_rehearsed(made, policy)
-        _refuse_scores(made, policy, "models of transformers")
+        _refuse_scores(made, policy)
     made.cpu_sequences = made.cpu_sequences and sequences
     made.cluster_sequences = made.cluster_sequences and sequences
     choose_near(made, options.get("near_bytes"), longest(config))

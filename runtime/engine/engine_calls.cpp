@@ -177,11 +177,11 @@ bool Engine::Impl::require_scores(const Bucket& bucket, LayerId layer, const Ten
                 name + ": scores is " + shape(scores.tokens, text(scores.heads), scores.head_dim) +
                     "; this bucket needs " + shape(bucket.decode_rows, text(kv_heads) + " or 1", bucket.max_tokens) +
                     ", or more rows and tokens");
-  if (scores.dtype != DType::f32)
-    throw Error(Errc::invalid_argument, name + ": scores.dtype is not f32; convert them");
+  if (scores.dtype != DType::f32) throw Error(Errc::invalid_argument, name + ": scores.dtype is not f32; convert them");
   if (scores.data == nullptr || reinterpret_cast<std::uintptr_t>(scores.data) % sizeof(float) != 0)
-    throw Error(Errc::invalid_argument, name + ": scores.data is null or no multiple of 4; give it the address of its "
-                                               "first element");
+    throw Error(Errc::invalid_argument, name +
+                                            ": scores.data is null or no multiple of 4; give it the address of its "
+                                            "first element");
   return true;
 }
 

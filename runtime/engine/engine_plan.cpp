@@ -64,8 +64,7 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   // All of its rows attend everything, unless some may not.
   const bool dense = resolved.decode_rows != 0 && resolved.max_tokens <= options.dense_tokens &&
                      options.cpu_sequences == 0 && options.cluster_sequences == 0;
-  if (dense)
-    resolved.top_k = resolved.unbounded = resolved.pages = resolved.rehearsed = resolved.scores = false;
+  if (dense) resolved.top_k = resolved.unbounded = resolved.pages = resolved.rehearsed = resolved.scores = false;
   // Where not all of them may be near the CPU attends in place, unless it is the device that does; and far rows are
   // counted in 31 bits, values among them.
   const std::uint64_t page = options.page_tokens;

@@ -278,7 +278,8 @@ std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const
   const std::uint32_t bits = code_bits(spec);
   if (bits != 0 && limits.code_bits == 0)
     return "it chooses by copies of keys, and the engine keeps none beside scores of the caller; set "
-           "EngineOptions::code_bits to " + std::to_string(bits);
+           "EngineOptions::code_bits to " +
+           std::to_string(bits);
   if (bits != 0 && bits != limits.code_bits)
     return "it chooses by copies of keys of " + std::to_string(bits) + " bits, and the engine's have " +
            std::to_string(limits.code_bits) + "; write " + (bits == kCodeBits ? "int3" : "int4") +

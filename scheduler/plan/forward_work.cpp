@@ -31,7 +31,8 @@ RowTokens tokens_of(const WorkPlace& place, const ForwardRow& row) noexcept {
   if (row.asks != 0) picked = between;
   if (row.most != kNone) picked = std::min(picked, std::uint64_t{place.shape.group()} * row.most);
   tokens.most = tokens.window + std::min(picked, between);
-  if (row.ranks()) (row.scored() ? tokens.brought : tokens.scored) = row.in_pages() ? in_pages + tokens.window : row.tokens;
+  if (row.ranks())
+    (row.scored() ? tokens.brought : tokens.scored) = row.in_pages() ? in_pages + tokens.window : row.tokens;
   if (row.clusters.count != 0)
     tokens.sampled = std::uint64_t{place.shape.group()} * (row.clusters.samples.size() + tokens.window);
   return tokens;
@@ -159,8 +160,8 @@ class WorkList {
           place_.shape.group() * score_bytes() * tokens_.brought);
     if (stage == Stage::choose)
       put(stage, Lane::device, tokens_.scoring + tokens_.clustered,
-          score_bytes() * place_.shape.group() * (tokens_.scored + tokens_.brought) + 4 * place_.shape.head_dim * tokens_.clusters +
-              copy_bytes() * tokens_.sampled);
+          score_bytes() * place_.shape.group() * (tokens_.scored + tokens_.brought) +
+              4 * place_.shape.head_dim * tokens_.clusters + copy_bytes() * tokens_.sampled);
     if (stage == Stage::split) add_split();
     if (stage == Stage::attend) {
       put(stage, Lane::device, tokens_.choosing, near_bytes() * near_);

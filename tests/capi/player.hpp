@@ -37,7 +37,8 @@ struct Item {
 /// Tokens of a row of scores that is given: more than any sequence has.
 inline constexpr std::uint32_t kScored = 1024;
 
-/// One layer's tensors. `lse` [rows, q_heads]; empty: none. `rehearsed` likewise, and `scores` [decode_rows, 1, kScored].
+/// One layer's tensors. `lse` [rows, q_heads]; empty: none. `rehearsed` likewise, and `scores` [decode_rows, 1,
+/// kScored].
 struct Layer {
   std::uint32_t index = 0;
   Rows q, k, v, out;

@@ -97,12 +97,11 @@ TEST_CASE("tokens are drawn by the caller's scores, and divided by the chance of
                           .recent = 12,
                           .drawn = 10,
                           .group_draws = group,
-                          .scores = [](std::uint32_t layer, std::uint32_t kv, std::uint32_t asker, std::uint32_t token) {
-                            return score_of(Kind::any, layer, kv, asker, token);
-                          }};
-  Teller teller = begun(engine, rig, story,
-                        std::string("scores | sample=10") + (group ? ",draws=group" : "") + " | near=0,sinks=4,recent=12",
-                        215);
+                          .scores = [](std::uint32_t layer, std::uint32_t kv, std::uint32_t asker,
+                                       std::uint32_t token) { return score_of(Kind::any, layer, kv, asker, token); }};
+  Teller teller =
+      begun(engine, rig, story,
+            std::string("scores | sample=10") + (group ? ",draws=group" : "") + " | near=0,sinks=4,recent=12", 215);
   shape.softcap = softcap;
   const std::size_t row = std::size_t{shape.q_heads} * shape.head_dim;
   std::uint32_t held = 0, close = 0;

@@ -178,8 +178,7 @@ TEST_CASE("scores that are missing or do not fit are asked for, and the layer ca
   refused(spoilt([](TensorView& view) { view.data = nullptr; }), "scores.data is null");
   refused(spoilt([](TensorView& view) { view.data += 2; }), "no multiple of 4");
   tensors.bring(brought.views());  // More rows and tokens than there have to be.
-  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer)
-    tensors.attend_layer(engine, bucket, layer, rig.stream);
+  for (std::uint32_t layer = 0; layer < kShape.layers; ++layer) tensors.attend_layer(engine, bucket, layer, rig.stream);
   engine.finish(batch);
   rig.synchronize();
   REQUIRE(off(tensors.out(0), story, kShape, {.first = 128}, kPolicy, Kind::any) < scores::tolerance(rig));

@@ -85,8 +85,7 @@ TEST_CASE("a captured forward with scores is the forward, bit by bit, and each r
   const std::size_t values = want.size() / (rows * kSteps);
   for (std::uint32_t row = 0; row < rows; ++row) {
     CAPTURE(row);
-    const auto alone =
-        decoded(rig, shape, {stories[row]}, {policies[row % policies.size()]}, 0, kSteps, false);
+    const auto alone = decoded(rig, shape, {stories[row]}, {policies[row % policies.size()]}, 0, kSteps, false);
     REQUIRE(alone.size() == values * kSteps);
     float off = 0.f;
     for (std::size_t i = 0; i < alone.size(); ++i)

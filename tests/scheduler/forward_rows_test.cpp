@@ -39,15 +39,13 @@ bool choices_cover(const ForwardRow& team, const ForwardRow& alone) {
 }  // namespace
 
 TEST_CASE("a team chooses from no less than each of its rows, and as many", "[plan][drafts]") {
-  const auto* const text = GENERATE("sluice", "full", "none | near=0,sinks=4,recent=9", "quest | near=0",
-                                    "exact | int4 | sample=max(9, 7%),error=10%,most=50 | near=0,sinks=4,recent=9",
-                                    "exact | int4 | top_k=7 | near=0,sinks=3,recent=1",
-                                    "scores | top_k=9 | near=0,sinks=3,recent=1", "scores | top_p=0.8 | near=0",
-                                    "exact | int4 | top_k=12% | near=0,sinks=2,recent=40",
-                                    "exact | int4 | top_p=0.8 | near=0,sinks=2,recent=6",
-                                    "pages:share=0.2,min_pages=3 | top_k=all | near=0,sinks=20",
-                                    "pages:share=0.3 | int4 | top_k=11 | near=0,recent=40",
-                                    "pages:pages=3 | int4 | top_p=0.7 | near=0,sinks=2");
+  const auto* const text = GENERATE(
+      "sluice", "full", "none | near=0,sinks=4,recent=9", "quest | near=0",
+      "exact | int4 | sample=max(9, 7%),error=10%,most=50 | near=0,sinks=4,recent=9",
+      "exact | int4 | top_k=7 | near=0,sinks=3,recent=1", "scores | top_k=9 | near=0,sinks=3,recent=1",
+      "scores | top_p=0.8 | near=0", "exact | int4 | top_k=12% | near=0,sinks=2,recent=40",
+      "exact | int4 | top_p=0.8 | near=0,sinks=2,recent=6", "pages:share=0.2,min_pages=3 | top_k=all | near=0,sinks=20",
+      "pages:share=0.3 | int4 | top_k=11 | near=0,recent=40", "pages:pages=3 | int4 | top_p=0.7 | near=0,sinks=2");
   CAPTURE(text);
   const char* const far = GENERATE("", "far=40", "far=max(96, 7%)", "far=3%");
   const std::string given = text;

@@ -130,8 +130,7 @@ inline std::vector<double> attended(const Story& story, const AttentionShape& sh
   const std::uint32_t common = team.drafts == 0 ? team.first + 1 : team.first;
   const std::uint32_t sink_end = std::min(policy.sinks, common);
   const std::uint32_t recent = std::max(1u, policy.recent);
-  const std::uint32_t begin =
-      std::max(sink_end, std::min(common, team.first + 1 - std::min(recent, team.first + 1)));
+  const std::uint32_t begin = std::max(sink_end, std::min(common, team.first + 1 - std::min(recent, team.first + 1)));
   std::vector<double> out;
   for (std::uint32_t kv = 0; kv < shape.kv_heads; ++kv) {
     std::vector<bool> marked(query + 1, true);

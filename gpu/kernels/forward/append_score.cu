@@ -89,7 +89,8 @@ bool appends_beside_scores(const ForwardMemory& memory) {
   const Bucket& bucket = memory.bucket;
   const bool alone = bucket.decode_rows == 1 && bucket.prefills == 0 && bucket.drafts == 1 && !bucket.whole;
   // Choices of all tokens by their copies: what else there is wants to know of the new key first.
-  const bool scores = bucket.top_k && !bucket.scores && memory.has_codes() && !bucket.pages && !bucket.unbounded && !memory.proposes();
+  const bool copies = memory.has_codes() && !bucket.scores;
+  const bool scores = bucket.top_k && copies && !bucket.pages && !bucket.unbounded && !memory.proposes();
   return alone && scores && memory.digests == nullptr && memory.max_picks != 0 &&
          TunedHeadDims::has(memory.shape.head_dim);
 }

@@ -118,7 +118,8 @@ __global__ void end_kernel(const __grid_constant__ ForwardMemory m) {
 }  // namespace
 
 void launch_forward_apply(const ForwardMemory& memory, cudaStream_t stream) {
-  if (memory.slip->block_copies != 0 && memory.has_codes()) copy_codes_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(memory);
+  const bool copies = memory.slip->block_copies != 0 && memory.has_codes();
+  if (copies) copy_codes_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(memory);
   apply_kernel<<<1, kThreads, 0, stream>>>(memory);
   check(cudaGetLastError(), "launch the kernel that takes a plan");
   launch_forward_key_means(memory, stream);  // By lists and codes as they are now.

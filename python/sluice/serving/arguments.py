@@ -235,7 +235,7 @@ def check_options(options: dict[str, Any], policy: str, said: str = "--option ",
             raise InvalidArgument(f"{said}{name}: it may not be {shown(str(value))}") from None
     made = _engine_options(**options)
     made.make_room_for(policy, 1)
-    _refuse_scores(made, policy, "models of transformers")
+    _refuse_scores(made, policy)
 
 
 def _engine_options(**options: Any) -> EngineOptions:

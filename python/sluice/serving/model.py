@@ -76,7 +76,7 @@ class PackedModel:
                                              max_tokens=self.context),
                               **options)
         made.make_room_for(policy, self.context)
-        _refuse_scores(made, policy, "models of transformers")
+        _refuse_scores(made, policy)
         if made.cpu_sequences:
             made.cpu_sequences = sequences
         if made.cluster_sequences:

@@ -66,7 +66,7 @@ def engine_options(config: Any, layers: Sequence[Any], settings: Settings, devic
     if Features.REHEARSED in made.largest.features:
         raise Unsupported(f"{OWNER}policy {settings.policy} chooses by rehearsed queries, which models of vLLM do not "
                           "hand over; leave the stage rehearsed out")
-    _refuse_scores(made, settings.policy, "models of vLLM")
+    _refuse_scores(made, settings.policy)
     made.cpu_sequences = made.cpu_sequences and made.sequences
     made.cluster_sequences = made.cluster_sequences and made.sequences
     return made

@@ -11,7 +11,7 @@ import sluice
 import torch
 from transformers import AttentionInterface, DynamicCache
 
-models = pytest.importorskip("transformers.models.deepseek_v32", reason="this transformers has no indexer of DeepSeek's")
+models = pytest.importorskip("transformers.models.deepseek_v32", reason="no indexer of DeepSeek's here")
 
 LAYERS, HEADS, HEAD_DIM, TOKENS = 2, 4, 64, 256
 PROMPT = torch.arange(40).mul(7).remainder(89).unsqueeze(0)

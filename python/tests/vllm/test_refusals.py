@@ -126,7 +126,7 @@ def test_options_that_are_none(llama: Path) -> None:
     ({"host_bytes": 1 << 18}, {}, r"host_bytes is 262,144, which do not hold a sequence of 256 tokens; give \S+ at"),
     ({"page_tokens": 64}, {}, "--block-size is 32 and .*page_tokens 64"),
     ({"policy": "infinigen"}, {}, "rehearsed queries"),
-    ({"policy": "scores | top_k=64 | near=0"}, {}, "scores of a model's own indexer, which models of vLLM do not"),
+    ({"policy": "scores | top_k=64 | near=0"}, {}, "scores of a model's own indexer"),
 ])
 def test_engines(llama: Path, options: dict[str, Any], changes: dict[str, Any], said: str) -> None:
     """What is known when the model is loaded."""
