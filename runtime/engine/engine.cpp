@@ -73,9 +73,10 @@ std::uint32_t dense_tokens(const EngineOptions& options, const Device& device) {
   const PageLayout near = runtime::far_layout(options).near();
   const std::uint64_t planes = std::uint64_t{options.shape.layers} * options.shape.kv_heads;
   const std::uint64_t room = options.near_bytes / (near.page_bytes() * planes) * near.page_tokens;
+  const std::uint32_t rows = std::max(1u, options.largest.decode_rows / options.largest.drafts);
   const std::uint64_t pays =
-      scheduler::dense_tokens_of_device(options.shape, near, device.rates(near.page_bytes()).near_gbps);
-  const std::uint64_t each = std::min(room, pays) / std::max(1u, options.largest.decode_rows / options.largest.drafts);
+      scheduler::dense_tokens_of_device(options.shape, near, device.rates(near.page_bytes()).near_gbps, rows);
+  const std::uint64_t each = std::min(room / rows, pays);
   return static_cast<std::uint32_t>(each) / near.page_tokens * near.page_tokens;
 }
 

@@ -13,10 +13,10 @@ namespace sluice::scheduler {
 /// The longest length that is ever advised.
 inline constexpr std::uint32_t kMostDenseTokens = 1u << 20;
 
-/// One sequence on a device that reads near rows at `near_gbps`: attending all takes what choosing takes alone. 0 if
-/// the rate is not known. 1 GB = 1e9 bytes.
+/// Each of `rows` sequences, at least one, on a device that reads near rows at `near_gbps`: attending all takes what
+/// choosing takes. 0 if the rate is not known. 1 GB = 1e9 bytes.
 [[nodiscard]] std::uint32_t dense_tokens_of_device(const AttentionShape& shape, const PageLayout& near,
-                                                   double near_gbps) noexcept;
+                                                   double near_gbps, std::uint32_t rows) noexcept;
 
 /// Without a GPU: attending everything takes the CPU no longer than choosing; kMostDenseTokens where choosing never
 /// pays. 0 for policies that choose otherwise than by all keys' copies and a number of tokens.

@@ -46,11 +46,23 @@ TEST_CASE("no length is advised for what is not chosen by all keys' copies", "[p
 
 TEST_CASE("a device attends whole what it reads while it would choose", "[plan][dense]") {
   const PageLayout near{.head_dim = 128, .dtype = DType::bf16};
-  REQUIRE(dense_tokens_of_device(kModel, near, 0.0) == 0);  // Who knows no rate is advised nothing.
-  const std::uint32_t tokens = dense_tokens_of_device(kModel, near, 4096.0);
+  REQUIRE(dense_tokens_of_device(kModel, near, 0.0, 1) == 0);  // Without a rate there is no advice.
+  const std::uint32_t tokens = dense_tokens_of_device(kModel, near, 4096.0, 1);
   REQUIRE(tokens == 40'000);  // 4 KiB each, in 40 us.
-  REQUIRE(dense_tokens_of_device(kModel, near, 2048.0) == tokens / 2);
-  REQUIRE(dense_tokens_of_device({.layers = 4, .q_heads = 32, .kv_heads = 4, .head_dim = 128}, near, 4096.0) ==
+  REQUIRE(dense_tokens_of_device(kModel, near, 2048.0, 1) == tokens / 2);
+  REQUIRE(dense_tokens_of_device({.layers = 4, .q_heads = 32, .kv_heads = 4, .head_dim = 128}, near, 4096.0, 1) ==
           2 * tokens);
-  REQUIRE(dense_tokens_of_device(kModel, near, 1e9) == kMostDenseTokens);
+  REQUIRE(dense_tokens_of_device(kModel, near, 1e9, 1) == kMostDenseTokens);
+}
+
+TEST_CASE("each of many sequences is attended whole up to where choosing for all pays", "[plan][dense]") {
+  const PageLayout near{.head_dim = 128, .dtype = DType::bf16};
+  std::uint32_t fewer = dense_tokens_of_device(kModel, near, 4096.0, 1);
+  for (const std::uint32_t rows : {2u, 16u, 64u, 1024u}) {
+    CAPTURE(rows);
+    const std::uint32_t tokens = dense_tokens_of_device(kModel, near, 4096.0, rows);
+    REQUIRE(tokens < fewer);
+    REQUIRE(tokens >= 7'200);  // What a list takes to choose, however many there are.
+    fewer = tokens;
+  }
 }
