@@ -123,6 +123,22 @@ def test_all_near() -> None:
     assert f"{times[0]}, {times[1]} and {times[2]} us" in text
 
 
+def test_batches_share_far_tokens() -> None:
+    found, shown = raw("shared_h200.json"), table("docs/benchmarks.md", "batch, near tokens | dense")
+    for line, name, length in (("64 x 8K without a pattern, 25%", "u64x8K", 8), ("32 x 8K, 10%", "s32x8K", 8),
+                               ("16 x 32K without a pattern, 25%", "u16x32K", 32)):
+        alone, shared = (layer(found[f"{name}-{share}"], DEFAULT, length << 10) for share in ("0", "auto"))
+        assert shown[line] == [f"{value:,.0f}" for value in (shared["dense_us"], alone["layer_us"], shared["layer_us"],
+                                                             shared["waited_us"])]
+        assert alone["fetched_share"] == 0 < shared["fetched_share"]
+    near = [layer(found["s64x8K-near" if rows == 64 else "s16-near"], DEFAULT, length << 10)
+            for rows, length in ((64, 4), (64, 8), (16, 8), (16, 16))]
+    text = " ".join((ROOT / "docs/benchmarks.md").read_text().split())
+    for key in ("layer_us", "dense_us"):
+        *first, last = (f"{row[key]:.0f}" for row in near)
+        assert f"{', '.join(first)} and {last} us" in text
+
+
 def test_bounds_on_the_error() -> None:
     shown = table("docs/benchmarks.md", "policy | 8K | 32K | 128K")
     assert len(shown) == 4
@@ -145,7 +161,8 @@ def test_vllm() -> None:
             (row,) = [row for row in rows if (row.get("label"), row.get("length"), row.get("batch")) == (label, length, batch)]
             return row
 
-        own, ours = of("own", int(batch)), of("sluice-16", int(batch))
+        own = of("own", int(batch))
+        ours = of("sluice-16-shared" if name == "64 x 8K" else "sluice-16", int(batch))
         fitting = of("own", min(int(batch), fits[length]))
         assert cells == [figure(own["ms_per_step"]) if own["ms_per_step"] < 9.95 else f"{own['ms_per_step']:.3g}",
                          f"{ours['ms_per_step']:.3g}" if ours["ms_per_step"] > 9.95 else figure(ours["ms_per_step"]),
