@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "gpu/device/cuda_device.hpp"
 #include "sluice/cuda.hpp"
 #include "sluice/device.hpp"
 #include "sluice/step/backend.hpp"

@@ -11,6 +11,7 @@
 
 #include "sluice/cuda.hpp"
 #include "sluice/engine.hpp"
+#include "sluice/step/page.hpp"
 
 using namespace sluice;
 

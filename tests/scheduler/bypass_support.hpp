@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "scheduler/policy/bypass.hpp"
+#include "sluice/step/partial.hpp"
 #include "tests/scheduler/attended.hpp"
 #include "tests/support/catch.hpp"
 
