@@ -46,14 +46,14 @@ TEST_CASE("eval reports every policy at every task and length, and dense solves 
   // The same seed, the same rows, whatever else is asked: nothing measured here depends on time, but for the time
   // itself, and which of the machine's kernels win their race.
   const auto timeless = [](const json& results) {
-    json rows = json::array();
+    json kept = json::array();
     for (json row : results.at("eval")) {
       if (row.at("length_tokens") != 512) continue;
       row.erase("layer_us");
       row.erase("prefill_ms");
-      rows.push_back(row);
+      kept.push_back(row);
     }
-    return rows;
+    return kept;
   };
   ::setenv("SLUICE_CPU_ISA", report.at("host").at("isa").get<std::string>().c_str(), 1);
   const Outcome again = sluice::test::sluice(kEval + "--tasks niah,kv --lengths 512 " + policies + "-o json");
