@@ -226,8 +226,8 @@ typedef struct sluice_engine_options {
   /// policies want that sluice_engine_options_make_room_for is told of, and else 4, or no copies with
   /// SLUICE_BUCKET_SCORES; an engine's options say which, 0 for none
   uint64_t code_bits;
-  /// A forward with fewer lists, decode rows times KV heads, fetches nothing of fetch_share (0): few lists are sooner
-  /// attended by the CPU than a kernel that fetches has begun. At least 128 with SLUICE_FETCH_AUTO
+  /// A forward with fewer lists, decode rows (or groups of drafts) times KV heads, fetches nothing of fetch_share (0):
+  /// few lists are sooner attended by the CPU than a kernel that fetches has begun. At least 128 with SLUICE_FETCH_AUTO
   uint64_t fetch_lists;
 } sluice_engine_options;
 

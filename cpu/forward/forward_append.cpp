@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cpu/forward/forward_layer.hpp"
+#include "cpu/threads/lent.hpp"
 #include "sluice/page_rules.hpp"
 #include "sluice/step/int4.hpp"
 #include "sluice/step/partial.hpp"
@@ -88,12 +89,15 @@ void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardL
 
 }  // namespace
 
-void derive(const Kernels& kernels, const ForwardMemory& m, std::uint32_t plane, std::span<const FarPage> pages,
-            const float* mean) {
-  for (const FarPage& page : pages) {
-    make_codes(kernels, m, plane, page.block, 0, page.rows, mean);
-    if (page.rows == m.layout.page_tokens) digest(kernels, m, plane, page.block);
-  }
+void derive(const Workers& workers, const Kernels& kernels, const ForwardMemory& m, std::uint32_t plane,
+            std::span<const FarPage> pages, const float* mean) {
+  const Lent<ForwardMemory> lent(workers, m);
+  for_each_unit(workers, static_cast<std::uint32_t>(pages.size()), pages.size() * m.far_layout.half_bytes(),
+                [all = lent.get(), &kernels, plane, pages, mean](std::uint32_t i) {
+                  const FarPage page = pages[i];
+                  make_codes(kernels, *all, plane, page.block, 0, page.rows, mean);
+                  if (page.rows == all->layout.page_tokens) digest(kernels, *all, plane, page.block);
+                });
 }
 
 void renew_key_mean(const Kernels& kernels, const ForwardMemory& m, const ForwardKeyMean& of, std::uint32_t plane) {

@@ -57,8 +57,8 @@ void for_each_plane(const Workers& workers, const ForwardMemory& memory, std::ui
 void renew_key_mean(const Kernels& kernels, const ForwardMemory& m, const ForwardKeyMean& of, std::uint32_t plane);
 
 /// See ForwardVerbs::derive.
-void derive(const Kernels& kernels, const ForwardMemory& m, std::uint32_t plane, std::span<const FarPage> pages,
-            const float* mean);
+void derive(const Workers& workers, const Kernels& kernels, const ForwardMemory& m, std::uint32_t plane,
+            std::span<const FarPage> pages, const float* mean);
 
 /// First of the group's query heads, over all rows that choose.
 [[nodiscard]] inline std::uint64_t first_head(const ForwardMemory& m, std::uint32_t index) noexcept {

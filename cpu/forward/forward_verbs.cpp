@@ -158,7 +158,7 @@ void ForwardVerbs::cluster(const ForwardMemory& memory, std::span<const ForwardC
 void ForwardVerbs::derive(const ForwardMemory& memory, std::uint32_t plane, std::span<const FarPage> pages,
                           const float* mean, void* stream) {
   run_or_enqueue(static_cast<Stream*>(stream), "derive",
-                 [this, memory, plane, pages, mean] { cpu::derive(kernels_, memory, plane, pages, mean); });
+                 [this, memory, plane, pages, mean] { cpu::derive(workers_, kernels_, memory, plane, pages, mean); });
 }
 void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
   queue(memory, stream, "begin", [memory] { cpu::begin(memory); });

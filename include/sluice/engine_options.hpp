@@ -87,8 +87,8 @@ struct EngineOptions {
   /// of threads, of forwards with many lists (fetch_lists becomes 128), and 0 without a GPU; Engine::options() says
   /// how much. 0 or kFetchAuto with `stream`.
   float fetch_share = kFetchAuto;
-  /// A forward with fewer lists, decode rows times KV heads, fetches nothing of fetch_share: few lists are sooner
-  /// attended by the CPU than a kernel that fetches has begun.
+  /// A forward with fewer lists, decode rows (or groups of drafts) times KV heads, fetches nothing of fetch_share: few
+  /// lists are sooner attended by the CPU than a kernel that fetches has begun.
   std::uint32_t fetch_lists = 0;
   /// Tokens of a sequence up to which it attends all of them, and its policy chooses nothing: of so few, reading
   /// everything takes less than choosing. Buckets of no more max_tokens do without the stages that choose, unless the

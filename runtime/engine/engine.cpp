@@ -85,6 +85,8 @@ void settle_fetching(EngineOptions& options, const Device& device, const cpu::To
   if (options.fetch_share != kFetchAuto) return;
   options.fetch_share = 0.f;
   if (!device.info().own_processor || options.placement != PlacementMode::hybrid) return;
+  const std::uint64_t lists = std::uint64_t{options.largest.decode_rows} * options.shape.kv_heads;
+  if (lists < std::max(options.fetch_lists, scheduler::kFetchLists)) return;
   const PageLayout far = runtime::far_layout(options);
   const std::uint32_t threads = options.threads != 0 ? options.threads : std::max(2u, topology.cores()) - 1;
   options.fetch_share = scheduler::fetch_share_of_device(device.rates(far.page_bytes()).link_gbps, threads);

@@ -190,17 +190,23 @@ EngineMemoryUse EngineMemory::use() const noexcept {
 
 void EngineMemory::clear(const EngineOptions& options, Device& device) {
   const auto stream = device.create_stream("clear");
-  const auto all_of = [](const Buffer& buffer) { return std::span(buffer.data(), buffer.bytes()); };
-  stream->fill(all_of(*device_), std::byte{0});
+  // Each has the time-out to itself: on the host device near memory may take seconds.
+  const auto fill = [&](std::span<std::byte> memory, std::byte value) {
+    stream->fill(memory, value);
+    stream->synchronize(deadline_after(options.timeout));
+  };
+  const auto clear_all = [&](const std::unique_ptr<Buffer>& buffer) {
+    if (buffer) fill({buffer->data(), buffer->bytes()}, std::byte{0});
+  };
+  clear_all(device_);
   // Pages are read up to the last token alone, but vector loads of their neighbours must find numbers.
-  if (codes_) stream->fill(all_of(*codes_), std::byte{0});
-  if (digests_) stream->fill(all_of(*digests_), std::byte{0});
-  if (near_) stream->fill(all_of(*near_), std::byte{0});
+  clear_all(codes_);
+  clear_all(digests_);
+  clear_all(near_);
   static_assert(kNone == 0xffff'ffffu);
   const ForwardMemory& m = largest();
   const std::uint64_t rows = m.near_row(m.planes(), 0) * sizeof(ForwardNearRow);
-  stream->fill({reinterpret_cast<std::byte*>(m.near_rows), rows}, std::byte{0xff});
-  stream->synchronize(deadline_after(options.timeout));
+  fill({reinterpret_cast<std::byte*>(m.near_rows), rows}, std::byte{0xff});
 }
 
 }  // namespace sluice::runtime

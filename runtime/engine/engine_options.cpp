@@ -55,7 +55,7 @@ void validate_placement(const EngineOptions& options) {
   if (share != 0.f && options.placement == PlacementMode::stream)
     throw Error(Errc::invalid_argument, "fetch_share is " + std::to_string(share) +
                                             " with placement stream, where the device fetches all that is far; leave "
-                                            "it 0, or place hybrid");
+                                            "it 0, or place hybrid (kFetchAuto goes with both)");
 }
 
 }  // namespace

@@ -153,9 +153,9 @@ void refuse_beside_scores(const PolicySpec& spec, std::vector<std::string>& reas
     reasons.emplace_back(
         "with scores the caller says how much a token weighs, and nothing is left to estimate; drop "
         "int4, int3, channels, hadamard or skewed, or write exact instead of scores");
-  if (kind == BudgetKind::drawn && spec.budget.draw_error > 0.f)
+  if (kind == BudgetKind::drawn)
     reasons.emplace_back(
-        "error goes by estimates of logits, which scores need not be; write error=off, or exact | int4 "
+        "sample draws by estimates of logits, which scores need not be; write top_k or top_p, or exact | int4 "
         "instead of scores");
   if (spec.bypass_threshold > 0.f)
     reasons.emplace_back("a bypass goes by scores of keys, and with scores none is read; write bypass=off");

@@ -285,9 +285,10 @@ TEST_CASE("forwards of fewer lists than fetch_lists leave them to the CPU", "[en
   }
 }
 
-TEST_CASE("an automatic share is none without a GPU, and is told", "[engine]") {
+TEST_CASE("an automatic share is none without a GPU or many rows, and is told", "[engine]") {
   const EngineRig rig = engine_rig();
-  const EngineOptions options = sharing(plain::options_for(rig, 1, 40, 6), kFetchAuto);
+  EngineOptions options = sharing(plain::options_for(rig, 128 / plain::kShape.kv_heads, 40, 6), kFetchAuto);
+  options.sequences = options.largest.decode_rows;
   const Engine engine(options, rig.device);
   const Engine streams([&] {
     EngineOptions changed = options;
@@ -300,6 +301,8 @@ TEST_CASE("an automatic share is none without a GPU, and is told", "[engine]") {
   REQUIRE(engine.options().fetch_share < 1.f);
   REQUIRE(engine.options().fetch_lists == (link > 0.0 ? 128 : 0));
   REQUIRE(memory_needed(options, rig.device.get()).buffers == engine.memory().buffers);
+  --options.largest.decode_rows;
+  REQUIRE(Engine(options, rig.device).options().fetch_share == 0.f);
 }
 
 TEST_CASE("a trace of shared lists has what both attend, and waits where the answer is wanted", "[engine]") {

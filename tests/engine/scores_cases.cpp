@@ -84,41 +84,8 @@ TEST_CASE("a share of the mass is that of the caller's scores, which no softcap 
   }
 }
 
-TEST_CASE("tokens are drawn by the caller's scores, and divided by the chance of that", "[engine][scores][sample]") {
-  const EngineRig rig = engine_rig();
-  const auto [group, softcap] = GENERATE(table<bool, float>({{false, 0.f}, {true, 2.f}}));
-  CAPTURE(group, softcap);
-  AttentionShape shape = shape_of(4);
-  const Story story = story_of(rig, shape, 240, 1105);
-  EngineOptions options = options_for(rig, shape, 1, 6);
-  options.softcap = softcap;
-  Engine engine(options, rig.device);
-  const DrawPolicy policy{.sinks = 4,
-                          .recent = 12,
-                          .drawn = 10,
-                          .group_draws = group,
-                          .scores = [](std::uint32_t layer, std::uint32_t kv, std::uint32_t asker,
-                                       std::uint32_t token) { return score_of(Kind::any, layer, kv, asker, token); }};
-  Teller teller =
-      begun(engine, rig, story,
-            std::string("scores | sample=10") + (group ? ",draws=group" : "") + " | near=0,sinks=4,recent=12", 215);
-  shape.softcap = softcap;
-  const std::size_t row = std::size_t{shape.q_heads} * shape.head_dim;
-  std::uint32_t held = 0, close = 0;
-  while (teller.at < story.tokens()) {
-    const std::vector<float> out = decode(engine, rig, teller);
-    for (std::uint32_t layer = 0; layer < shape.layers; ++layer) {
-      const auto want = attended_with_draws(story, shape, layer, {.first = teller.at - 1}, policy);
-      ++(want ? held : close);
-      CAPTURE(teller.at, layer);
-      if (want) REQUIRE(difference(std::span(out).subspan(layer * row, row), want->out) < tolerance(rig));
-    }
-  }
-  REQUIRE(held > 4 * close);
-}
-
 TEST_CASE("with a budget of all tokens rows attend densely, whatever they score", "[engine][scores]") {
-  const char* const budget = GENERATE("top_k=all", "top_p=1", "sample=300");
+  const char* const budget = GENERATE("top_k=all", "top_p=1");
   const Kind kind = GENERATE(Kind::any, Kind::equal);
   CAPTURE(budget, static_cast<int>(kind));
   const EngineRig rig = engine_rig();

@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::array kPolicies{"scores | top_k=40 | near=0,sinks=4,recent=24",
                                "exact | int4 | top_k=40 | near=0,sinks=4,recent=24",
-                               "scores | sample=30 | near=0,sinks=4,recent=24"};
+                               "scores | top_k=7 | near=0,sinks=0,recent=1"};
 constexpr const char* kShare = "scores | top_p=0.7 | near=0,sinks=4,recent=24";
 
 /// Decodes `steps` tokens of each story, in a graph or not; outputs in order.

@@ -58,6 +58,7 @@ TEST_CASE("the link gets its part of what it and the CPU read together", "[plan]
 TEST_CASE("a GPU's link gets the more of what is far the fewer threads there are", "[plan]") {
   using scheduler::fetch_share_of_device;
   REQUIRE(fetch_share_of_device(46.0, 15) == Approx(0.407).margin(0.001));
+  REQUIRE(fetch_share_of_device(46.0, 96) > 0.25f);  // They share the same memory.
   REQUIRE(fetch_share_of_device(46.0, 3) > fetch_share_of_device(46.0, 15));
   REQUIRE(fetch_share_of_device(23.0, 15) < fetch_share_of_device(46.0, 15));
   REQUIRE(fetch_share_of_device(1e6, 1) < 1.f);

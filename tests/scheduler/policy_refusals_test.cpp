@@ -194,7 +194,8 @@ TEST_CASE("what does not go with scores of the caller is refused, with what woul
   expect(complaint("scores+exact | top_k=9"), {"nothing beside it", "drop the other sources"});
   expect(complaint("all+scores"), {"drop"});
   expect(complaint("scores:budget=9"), {"\"budget=9\" at character 8", "no options"});
-  expect(complaint("scores | sample=9,error=5%"), {"estimates of logits", "error=off"});
+  for (const char* const sample : {"sample=9", "sample=9,error=5%"})
+    expect(complaint(std::string("scores | ") + sample), {"estimates of logits", "write top_k or top_p"});
   expect(complaint("scores | top_k=9 | bypass=0.8"), {"bypass=off"});
   expect(complaint("scores | fitted=0.8"), {"clusters"});
   expect(complaint("scores | verified=0.1"), {"exact alone"});

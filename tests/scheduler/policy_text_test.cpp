@@ -95,7 +95,6 @@ TEST_CASE("a composition's words parse back to it", "[policy_text]") {
       "scores",
       "scores | top_k=max(2048, 1%) | near=0%,sinks=0,recent=1 | dense=3",
       "scores | top_p=0.9 | far=2%",
-      "scores | sample=64,seed=3,redraw=7,draws=group",
       "none | near=3%"};
   for (const std::string& text : texts) {
     CAPTURE(text);

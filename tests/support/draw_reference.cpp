@@ -88,8 +88,7 @@ class Group {
     Head head;
     std::vector<double> estimates;
     for (std::uint32_t j = sink_end_; j < recent_; ++j) {
-      estimates.push_back(policy_.scores != nullptr ? policy_.scores(layer_, kv_, first_ + i, j)
-                                                    : product(i, h, copies_[j]));
+      estimates.push_back(product(i, h, copies_[j]));
       head.scores.push_back(estimates.back() - std::log(exponential(h, j)));
     }
     std::uint32_t drawn = policy_.drawn;

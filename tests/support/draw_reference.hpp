@@ -19,9 +19,6 @@ struct DrawPolicy {
   std::uint32_t seed = 1;
   std::uint32_t redraw = 0;
   bool group_draws = false;
-  /// Of a policy `scores | sample=M`: the score of a token of a layer and KV head for the row of token `asker`. Null:
-  /// estimates are those of the copies of keys.
-  float (*scores)(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t asker, std::uint32_t token) = nullptr;
 };
 
 /// New tokens of a sequence that choose together, see Story::Together; one by itself if `drafts` is 0.

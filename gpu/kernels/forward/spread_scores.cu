@@ -1,11 +1,10 @@
 // Scores that the caller brings, in place of estimates by copies of keys: of each KV head, or of all, to the rows of
-// query heads that choices are made of, perturbed where tokens are drawn.
+// query heads that choices are made of.
 
 #include "gpu/kernels/forward/forward.hpp"
 #include "gpu/kernels/load.hpp"
 #include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/overlap.hpp"
-#include "gpu/kernels/select/draw.cuh"
 #include "sluice/step/forward_tasks.hpp"
 
 namespace sluice::gpu {
@@ -24,7 +23,6 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint32_t group = m.shape.group();
   const std::uint32_t own = m.own_group();
   const std::uint32_t list = blockIdx.z * m.shape.kv_heads + blockIdx.y;
-  const HeadDraws draws = row.draws.of(blockIdx.y, own);
   const std::uint32_t end = min(row.tokens, (blockIdx.x + 1) * kBlockTokens);
   float* const out = m.scores + std::uint64_t{list} * group * m.score_room();
   // Query heads of a draft have the same scores.
@@ -33,10 +31,7 @@ __global__ void __launch_bounds__(kThreads)
         reinterpret_cast<const float*>(brought_scores(m, layer.scores, row, blockIdx.y, first));
     for (std::uint32_t token = blockIdx.x * kBlockTokens + threadIdx.x; token < end; token += kThreads) {
       const float score = from[token];
-      const bool drawn = draws.any() && !row.in_window(token);
-      for (std::uint32_t h = first; h < first + own; ++h)
-        out[std::uint64_t{h} * row.tokens + token] =
-            drawn ? score + draw::gumbel(draws.key_of(h), token) : score;
+      for (std::uint32_t h = first; h < first + own; ++h) out[std::uint64_t{h} * row.tokens + token] = score;
     }
   }
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "scheduler/plan/fetch_advice.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/bench/gpu_cases.hpp"
 #include "tools/cli/bench/shapes.hpp"
@@ -41,6 +42,10 @@ Measured read_row(const json& config, const json& row) {
   work.tokens = row.at("length_tokens").get<std::uint32_t>() + config.at("warm_up").get<std::uint32_t>() +
                 config.at("steps").get<std::uint32_t>() / 2;
   const double near = share_of(row, "near_share");
+  if (fetch_share.is_string() && work.rows * work.shape.kv_heads >= scheduler::kFetchLists) {  // What it came to.
+    const double fetched = share_of(row, "fetched_share"), far = fetched + share_of(row, "far_share");
+    work.fetch_share = far == 0.0 ? 0.f : static_cast<float>(fetched / far);
+  }
   work.attended = near + share_of(row, "far_share") + share_of(row, "fetched_share");
   work.attended_known = true;
   work.near_hits = work.attended == 0.0 ? 1.0 : near / work.attended;
