@@ -236,7 +236,7 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   refused({"prefix_decoded is 2"}, [](auto& o) { o.prefix_decoded = 2; });
   refused({"prefill_lines is 2", "0 or 1"}, [](auto& o) { o.prefill_lines = 2; });
   refused({"pin_threads is 7"}, [](auto& o) { o.pin_threads = 7; });
-  refused({"largest_features is 32"}, [](auto& o) { o.largest_features = 32; });
+  refused({"largest_features is 64"}, [](auto& o) { o.largest_features = 64; });
   refused({"page_tokens is 0", "[8, 256]"}, [](auto& o) { o.page_tokens = 0; });
   refused({"page_tokens is 24"}, [](auto& o) { o.page_tokens = 24; });
   refused({"device_type is 3"}, [](auto& o) { o.device_type = SLUICE_DEVICE_CUDA_HOST; });
@@ -267,10 +267,10 @@ TEST_CASE("buckets and items that have no such value are refused by name", "[cap
   const SmallEngine small;
   std::uint64_t forward = 0;
   auto bucket = small.bucket;
-  bucket.features = 32;
+  bucket.features = 64;
   auto item = small.item();
   const auto plan = [&] { return sluice_engine_plan(small.engine, &item, 1, &bucket, nullptr, &forward); };
-  check_fails(plan, SLUICE_INVALID_ARGUMENT, {"sluice_bucket.features is 32"});
+  check_fails(plan, SLUICE_INVALID_ARGUMENT, {"sluice_bucket.features is 64"});
   bucket = small.bucket;
   bucket.drafts = 2;
   check_fails(plan, SLUICE_INVALID_ARGUMENT, {"drafts is 2", "EngineOptions::largest has 1"});
