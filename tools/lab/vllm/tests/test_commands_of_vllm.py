@@ -102,6 +102,12 @@ def test_tokens_that_are_others_are_told(run: Run, text: Path, monkeypatch: pyte
     assert code == 1 and not any(each["ok"] for each in found[1:])
 
 
+def test_answers_that_end_before_anything_is_preempted(run: Run) -> None:
+    code, (_, *found) = run(tokens.main, "--lengths", "5", "--answer", "20", "--modes", "eager")
+    assert code == 1 and [(each["kind"], each["ok"]) for each in found] == [
+        ("plenty", True), ("far", True), ("preempted", False)]
+
+
 def test_the_margin_rule() -> None:
     own = [(1, {1: -0.1, 2: -3.0}), (2, {2: -0.5, 3: -0.7}), (3, {3: -1.0})]
     assert tokens.difference(own, own) == (None, None, 0.0)
