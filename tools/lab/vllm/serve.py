@@ -123,8 +123,8 @@ def bench(wants: argparse.Namespace, url: str, rate: str, requests: int, folder:
         raise RuntimeError(f"vllm bench serve: {(done.stdout + done.stderr)[-4000:]}")
     found = json.loads(file.read_text())
     if found["completed"] != requests:
-        raise RuntimeError(f"vllm bench serve: {found['completed']} of {requests} requests were answered, and times are "
-                           f"of these alone: {(done.stdout + done.stderr)[-4000:]}")
+        raise RuntimeError(f"vllm bench serve: {found['completed']} of {requests} requests were answered, and times "
+                           f"are of these alone: {(done.stdout + done.stderr)[-4000:]}")
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()
             if isinstance(value, (int, float)) and not name.startswith("std")}
 
