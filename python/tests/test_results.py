@@ -108,6 +108,7 @@ def test_a_rehearsed_query_decides(make: Make) -> None:
     want = np.repeat(story.v[1, 20] / 2, Q_HEADS // KV_HEADS, axis=0)
     np.testing.assert_allclose(out[0], want, rtol=1e-5, atol=1e-5)
 
+
 def test_scores_decide(make: Make) -> None:
     """What a caller's indexer says: the keys are not looked at."""
     policy = "scores | top_k=1 | near=0,sinks=0,recent=1"
@@ -137,7 +138,6 @@ def test_scores_decide(make: Make) -> None:
     # What was chosen and the newest, whose value is 0, alike.
     chosen = np.stack([story.v[LAYERS - 1, 20, 0], story.v[LAYERS - 1, 7, 1]])
     np.testing.assert_allclose(out[0], np.repeat(chosen / 2, Q_HEADS // KV_HEADS, axis=0), rtol=1e-5, atol=1e-5)
-
 
 
 def test_prompts_that_are_known_in_part(make: Make) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sluice import _structs as structs
 from sluice.errors import Error, InvalidArgument, Unsupported
 from sluice.options import EngineOptions, _refuse_scores, device_number
 from sluice.serving.process import Settings
@@ -157,14 +158,14 @@ def device_of(arguments: argparse.Namespace) -> str:
     from sluice._library import library
 
     device = arguments.device or ("cuda" if library().cuda_devices() else "cpu")
-    device_number(device)
-    if device != "cpu":
-        check_gpu(device)
+    kind, number = device_number(device)
+    if kind != structs.DEVICE_CPU:
+        check_gpu(device, number)
     return device
 
 
-def check_gpu(device: str) -> None:
-    """Refuses a GPU that is not there, which torch would say with a traceback.
+def check_gpu(device: str, number: int) -> None:
+    """Refuses a GPU that is not there, which torch would say with a traceback. `number`: of this device.
     @throws Unsupported"""
     import torch
 
@@ -173,9 +174,13 @@ def check_gpu(device: str) -> None:
     if not torch.cuda.is_available():
         why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no GPU, or no driver"
         raise Unsupported(f"--device {device}: {why}; look at nvidia-smi, or use --device cpu")
-    if not library().cuda_devices():
+    ours = library().cuda_devices()
+    if not ours:
         raise Unsupported(f"--device {device}: torch finds a GPU, and {library().path} none that it can use; it needs a "
                           "driver for CUDA 13, and to have been built with nvcc of CUDA 13 on PATH")
+    if number >= min(ours, torch.cuda.device_count()):
+        raise Unsupported(f"--device {device}: there are {min(ours, torch.cuda.device_count())} GPUs, the first is "
+                          "cuda:0; look at nvidia-smi and CUDA_VISIBLE_DEVICES")
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:

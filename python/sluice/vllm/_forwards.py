@@ -76,6 +76,7 @@ class Forwards:
         self.disk = disk  #: it may be left, and then has nothing of prompts and is given nothing
         self._sequences: dict[str, _Sequence] = {}
         self._prompts: dict[str, Prompt] = {}  # Of requests whose first tokens are in the next step.
+        self._promised = False  # Whether one of these begins with known tokens.
         self._leaving: list[_Sequence] = []  # Without a request; forwards under way may have them.
         self._flights: deque[_Flight] = deque()
         self._failed: set[str] = set()
@@ -99,20 +100,25 @@ class Forwards:
         """The bucket of this step, if it is planned."""
         return self._bucket
 
+    @property
+    def promised(self) -> bool:
+        """Whether a request of the next step begins with known tokens: until it has, none may give way to others."""
+        return self._promised
+
     def __len__(self) -> int:
         """Requests that have sequences."""
         return len(self._sequences)
 
     def bring(self, prompt: Prompt) -> bool:
-        """Has the engine know what the disk has of a prompt. False: not in this step, as requests that begin in it
-        expect what might give way."""
+        """Has the engine know what the disk has of a prompt. False: it has something, which is not read while known
+        tokens are `promised`."""
         if self.disk is None or not prompt.stored:
             return True
         try:
             found = self.disk.find(prompt.ids, prompt.salt)
             if found is None:
                 return True
-            if any(map(self.known, self._prompts.values())):
+            if self._promised:
                 return False
             if len(self._sequences) + len(self._leaving) >= self.engine.options.sequences:
                 self._settle(0)
@@ -131,10 +137,11 @@ class Forwards:
                 raise
             return 0  # An engine that has failed says so to a forward, whose requests end.
 
-    def expect(self, request: str, prompt: Prompt) -> None:
-        """In the next step a request begins, with the tokens behind those that are known now. Others may begin like
+    def expect(self, request: str, prompt: Prompt, known: int) -> None:
+        """In the next step a request begins, with the tokens behind so many that are known now. Others may begin like
         it then."""
         self._prompts[request] = prompt
+        self._promised = self._promised or known > 0
 
     def start(self, finished: Iterable[str], preempted: Iterable[str] = ()) -> None:
         """A step. Finished requests are not heard of again; preempted ones begin again with all their tokens."""
@@ -185,6 +192,7 @@ class Forwards:
         """The model has run, or `raised` an error of its own."""
         self._running = False
         self._prompts.clear()  # A forward that failed may have left some.
+        self._promised = False
         if self._error is not None or raised:
             self._give_up()
         if self.disk is not None:

@@ -29,24 +29,27 @@ class Prefixes(KVConnectorBase_V1, SupportsHMA):
         self._role = KVConnectorRole.SCHEDULER
         self._forwards = forwards
         self._ids: dict[str, array.array[int]] = {}  # Of requests that wait: they may be asked for at every step.
-        self._brought: set[str] = set()  # Of these, what the disk had: a prompt is looked for there once.
+        # A prompt is looked for on disk once, and again each time that it can be read from there.
+        self._brought: set[str] = set()
+        self._put_off: set[str] = set()
         self._resets = 0
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """None has vLLM ask again at its next step."""
         if not _is_text(request) or request.skip_reading_prefix_cache:
             return 0, False
-        prompt = self._prompt_of(request)
-        if request.request_id not in self._brought:
-            if not self._forwards.bring(prompt):
+        name, prompt = request.request_id, self._prompt_of(request)
+        if name not in self._brought:
+            if (name in self._put_off and self._forwards.promised) or not self._forwards.bring(prompt):
+                self._put_off.add(name)
                 return None, False
-            self._brought.add(request.request_id)
+            self._brought.add(name)
         return max(0, self._forwards.known(prompt) - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request is in the step that is being scheduled."""
         if _is_text(request):
-            self._forwards.expect(request.request_id, self._prompt_of(request))
+            self._forwards.expect(request.request_id, self._prompt_of(request), num_external_tokens)
         self._forget(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -81,6 +84,7 @@ class Prefixes(KVConnectorBase_V1, SupportsHMA):
         """It does not wait any more."""
         self._ids.pop(request.request_id, None)
         self._brought.discard(request.request_id)
+        self._put_off.discard(request.request_id)
 
     def _ids_of(self, request: Any) -> array.array[int]:
         """Of a request that comes again, with what it has answered."""

@@ -65,7 +65,8 @@ def test_prompts_that_are_read_sparsely_are_held_against_those_that_are_not(run:
     out = tmp_path / "found.jsonl"
     # So little of a prompt that what follows must differ, where the prompt is longer than what is read densely.
     few = ("--tokens", "470", "--option", "prefill_min_budget=128", "--policies", "full")
-    shown = run(*few, "--prefill", "full;flexprefill@0.01;flexprefill@1+lines")
+    # What all are held against is measured first, wherever it stands.
+    shown = run(*few, "--prefill", "flexprefill@0.01;full;flexprefill@1+lines")
     rows = {(row["of"], row["prefill"]): row for row in map(json.loads, out.read_text().splitlines())
             if row["policy"] == "full"}
     dense, sparse, whole = (rows["text", name] for name in ("full", "flexprefill@0.01", "flexprefill@1+lines"))

@@ -7,14 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import pytest
+import sluice
 from server import Server
 from sluice.__main__ import main
-from sluice.serving.arguments import CannotLoad
+from sluice.serving.arguments import CannotLoad, device_of
 from sluice.serving.load import load_loop, load_tokenizer
 from sluice.serving.process import EngineProcess, Settings
 from small import DEVICE, prompt_ids
@@ -112,6 +115,15 @@ def test_a_gpu_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str
     assert main() == 3
     told = capsys.readouterr().err
     assert told.startswith("sluice: --device cuda: torch ") and told.endswith("or use --device cpu\n")
+
+
+def test_a_gpu_behind_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("sluice._library.library", lambda: SimpleNamespace(cuda_devices=lambda: 2, path="a library"))
+    assert device_of(Namespace(device="cuda:1")) == "cuda:1"
+    with pytest.raises(sluice.Unsupported, match="--device cuda:2: there are 2 GPUs, the first is cuda:0"):
+        device_of(Namespace(device="cuda:2"))
 
 
 def test_a_model_without_a_tokenizer_is_refused_at_once(folder: Path, tmp_path: Path,

@@ -13,6 +13,7 @@ import pytest
 import sluice
 from engines import Answer, Engine, configured, greedy, prompts
 from sluice.vllm._config import adapt, settings_of
+from sluice.vllm._disk import signature_of
 from sluice.vllm._prefixes import Prefixes
 
 PAGE = 16
@@ -150,6 +151,12 @@ def test_after_a_reset_the_disk_is_left(make: Callable[..., Engine], own: list[l
         assert known(answers[6:]) == [0] * 2 and any(known(answers[:6])) and tokens(answers) == own
 
 
+def request(number: int, lora: Any = None) -> SimpleNamespace:
+    """As vLLM's scheduler has it."""
+    return SimpleNamespace(request_id=str(number), mm_features=[], prompt_embeds=None, skip_reading_prefix_cache=False,
+                           cache_salt=None, lora_request=lora, num_tokens=150, all_token_ids=GIVEN[0])
+
+
 def test_adapters_have_nothing_on_disk() -> None:
     """No name of theirs says for good what they are."""
     asked: list[bool] = []
@@ -157,10 +164,24 @@ def test_adapters_have_nothing_on_disk() -> None:
                                         bring=lambda prompt: asked.append(prompt.stored) or True))
     lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="one")
     for number, adapter in enumerate((None, lora)):
-        prefixes.get_num_new_matched_tokens(SimpleNamespace(
-            request_id=str(number), mm_features=[], prompt_embeds=None, skip_reading_prefix_cache=False,
-            cache_salt=None, lora_request=adapter, num_tokens=150, all_token_ids=GIVEN[0]), 0)
+        prefixes.get_num_new_matched_tokens(request(number, adapter), 0)
     assert asked == [True, False]
+
+
+def test_a_prompt_that_waits_is_not_looked_for_at_every_step() -> None:
+    """Each look reads files: with hundreds of requests that wait for each other they would be most of a step."""
+    asked: list[int] = []
+    forwards = SimpleNamespace(known=lambda prompt: 48, promised=True,
+                               bring=lambda prompt: asked.append(0) or not forwards.promised)
+    prefixes = Prefixes(forwards)
+    for step in range(3):
+        answers = [prefixes.get_num_new_matched_tokens(request(number), 0) for number in range(4)]
+        assert answers == [(None, False)] * 4 and len(asked) == 4
+    forwards.promised = False
+    assert prefixes.get_num_new_matched_tokens(request(0), 0) == (48, False) and len(asked) == 5
+    prefixes.request_finished(request(1), ())
+    forwards.promised = True
+    assert prefixes.get_num_new_matched_tokens(request(1), 0) == (None, False) and len(asked) == 6
 
 
 @pytest.mark.parametrize(("options", "changes", "said"), [
@@ -176,6 +197,37 @@ def test_what_is_refused(model_of: Callable[[str], Path], options: dict[str, Any
                          said: str) -> None:
     with pytest.raises((sluice.InvalidArgument, ValueError), match=said):
         configured(model_of("Llama"), options, **changes)
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"load_format": "runai_streamer"}, "--load-format runai_streamer has no files"),
+    ({"model": "a/b"}, "which revision of a/b these are; give --revision with a commit"),
+    ({"model": "a/b", "revision": "main"}, "which revision"),
+    ({"model": "a/b", "commit": "0" * 40, "hf_config_path": "c/d"}, "which revision"),
+])
+def test_weights_that_may_change_under_their_name(model_of: Callable[[str], Path], changes: dict[str, Any],
+                                                  said: str) -> None:
+    """Such as those of an object store, of which vLLM has a folder with the configuration alone."""
+    with pytest.raises(sluice.InvalidArgument, match=said):
+        signature_of(*named(model_of, **changes))
+
+
+def test_weights_with_a_name_for_good(model_of: Callable[[str], Path]) -> None:
+    one, other = "0" * 40, "1" * 40
+    names = [signature_of(*named(model_of, **changes)) for changes in (
+        {}, {"model": "a/b", "commit": one}, {"model": "a/b", "commit": other}, {"model": "a/c", "commit": one},
+        {"model": "a/b", "commit": one, "revision": other}, {"model": "a/b", "commit": one, "revision": "main"},
+        {"load_format": "sharded_state"}, {"model_loader_extra_config": {"pattern": "part-*"}})]
+    assert len(set(names)) == 6 and names[1] == names[5] and names[2] == names[4]
+
+
+def named(model_of: Callable[[str], Path], commit: str | None = None, **changes: Any) -> tuple[Any, Any, Any]:
+    """What `signature_of` takes, of a configuration with other names of weights."""
+    config = configured(model_of("Llama"), {})
+    for name, value in changes.items():
+        setattr(config.load_config if hasattr(config.load_config, name) else config.model_config, name, value)
+    config.model_config.hf_config._commit_hash = commit
+    return config, settings_of(config), SimpleNamespace(options=SimpleNamespace(prefill_mode="full"))
 
 
 def test_a_configuration_may_be_adapted_twice(model_of: Callable[[str], Path]) -> None:

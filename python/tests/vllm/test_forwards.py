@@ -122,12 +122,12 @@ PROMPT = Prompt(range(3, 43), 0)
 
 def test_a_request_has_the_name_of_one_that_ends_in_the_same_step(forwards: Forwards) -> None:
     """It was given up and came again, and its prompt is known."""
-    forwards.expect("a", PROMPT)
+    forwards.expect("a", PROMPT, 0)
     step(forwards, Rows("a", 40, 0, True))
     step(forwards, Rows("b", 8, 0, True))
     step(forwards, Rows("b", 1, 8, False))
     assert forwards.known(PROMPT) == 32
-    forwards.expect("a", PROMPT)
+    forwards.expect("a", PROMPT, 32)
     assert step(forwards, Rows("a", 8, 32, True), finished=("a",)).any()
     assert forwards.failed() == set() and forwards.engine.stats().matched_tokens == 32
 
@@ -135,7 +135,7 @@ def test_a_request_has_the_name_of_one_that_ends_in_the_same_step(forwards: Forw
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_prompt_that_was_forgotten(goes_on: bool) -> None:
     forwards = Forwards(engine_of(), "full", goes_on=goes_on)
-    forwards.expect("a", PROMPT)
+    forwards.expect("a", PROMPT, 32)
     rows = Rows("a", 8, 32, True), Rows("b", 8, 0, True)
     if goes_on:
         assert step(forwards, *rows)[8:].any() and forwards.failed() == {"a"}

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sluice.errors import InvalidArgument
+from sluice.errors import Error, InvalidArgument
 from sluice.evaluation.failures import Failures
 from sluice.evaluation.inputs import Tokenizer, read_tasks, read_windows
 from sluice.evaluation.policies import FLOOR, split_policies, with_floor
@@ -232,10 +232,11 @@ def prefill_options(name: str) -> dict[str, Any]:
 
 
 def _prefills(text: str) -> list[str]:
+    """The floor of all is of prompts that are read densely, and so these come first."""
     names = [name.strip() for name in text.split(";")]
     for name in names:
         prefill_options(name)
-    return names
+    return sorted(names, key=lambda name: name != "full")
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -289,5 +290,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except InvalidArgument as error:
+    except Error as error:
         sys.exit(f"search.py: {error}")

@@ -62,10 +62,12 @@ def said(engine: Engine, prompts: Sequence[Sequence[int]], texts: Sequence[Seque
 
 
 def divergence(own: Kept, ours: Kept) -> dict[str, float]:
-    """Of the second one from the first one, in nats."""
+    """Of the second one from the first one, in nats.  @throws RuntimeError of NaN"""
     found, same = [], 0
     for texts in zip(own, ours):
         for one, other in ((one.double(), other.double()) for one, other in zip(*texts)):
+            if one.isnan().any() or other.isnan().any():
+                raise RuntimeError("a log-probability is NaN: there is no divergence of it")
             found.append(float((one.exp() * (one - other))[one.isfinite()].sum()))
             same += int(one.argmax() == other.argmax())
     found.sort()
@@ -94,6 +96,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--forced", type=int, default=128, help="tokens behind it (%(default)s)")
     parser.add_argument("--texts", type=int, default=4, help="parts of the file (%(default)s)")
     wants = parser.parse_args(words)
+    if wants.forced < 2:
+        parser.error(f"--forced is {wants.forced}: the first token behind a prompt is left out; give 2 or more")
     try:
         cases = [options_of(word) for word in wants.cases]
         parts = list(windows(text_ids(wants.text, wants.model), wants.prompt + wants.forced, wants.texts))

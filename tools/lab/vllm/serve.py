@@ -110,7 +110,7 @@ def _answers(url: str) -> bool:
 
 
 def bench(wants: argparse.Namespace, url: str, rate: str, requests: int, folder: Path) -> dict[str, Any]:
-    """What `vllm bench serve` has measured.  @throws RuntimeError with what it has said, if it measured nothing"""
+    """What `vllm bench serve` has measured.  @throws RuntimeError with what it has said, if not all was answered"""
     file = folder / f"{rate}.json"
     words = [sys.executable, "-c", _BENCH, "--backend", "vllm", "--base-url", url, "--endpoint", "/v1/completions",
              "--model", "served", "--tokenizer", str(wants.tokenizer or wants.model), "--dataset-name", "random",
@@ -122,6 +122,9 @@ def bench(wants: argparse.Namespace, url: str, rate: str, requests: int, folder:
     if done.returncode != 0 or not file.exists():
         raise RuntimeError(f"vllm bench serve: {(done.stdout + done.stderr)[-4000:]}")
     found = json.loads(file.read_text())
+    if found["completed"] != requests:
+        raise RuntimeError(f"vllm bench serve: {found['completed']} of {requests} requests were answered, and times "
+                           f"are of these alone: {(done.stdout + done.stderr)[-4000:]}")
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()
             if isinstance(value, (int, float)) and not name.startswith("std")}
 

@@ -103,10 +103,15 @@ def main(words: list[str] | None = None) -> int:
 
 
 def measured(batch: Batch, steps: int) -> dict[str, float]:
+    """@throws RuntimeError if not all sequences have decoded in each step"""
     for _ in range(_UNCOUNTED):
         batch.step()
     began, took = time.perf_counter(), [batch.step() for _ in range(steps)]
     all_s, tokens = time.perf_counter() - began, sum(tokens for _, tokens in took)
+    if tokens != steps * len(batch):
+        raise RuntimeError(f"{len(batch)} sequences had {tokens} tokens in {steps} steps: some waited for memory, so "
+                           "that these are no times of steps in which all decode; give more --host or --kv, or smaller "
+                           "batches")
     return {"ms_per_step": round(1000 * all_s / steps, 3),
             "ms_median": round(1000 * statistics.median(seconds for seconds, _ in took), 3),
             "tokens_per_s": round(tokens / all_s, 2), "tokens": tokens, "steps": steps}

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engines  # noqa: F401  It has vLLM look at models in this process.
@@ -71,6 +72,21 @@ def test_a_sequence_that_ends_is_not_measured(run: Run) -> None:
         run(speed.main, "250:1")
 
 
+class Waits:
+    """A batch of three of which one sequence has no memory."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def step(self) -> tuple[float, int]:
+        return 0.001, 2
+
+
+def test_a_sequence_that_waits_is_not_measured() -> None:
+    with pytest.raises(RuntimeError, match="3 sequences had 10 tokens in 5 steps: some waited for memory"):
+        speed.measured(Waits(), 5)
+
+
 def test_tokens(run: Run) -> None:
     code, (own, *found) = run(tokens.main, "--lengths", "5,60,100", "--answer", "60", "--modes", "eager")
     assert code == 0 and [each["kind"] for each in found] == ["plenty", "far", "preempted"]
@@ -84,6 +100,12 @@ def test_tokens_that_are_others_are_told(run: Run, text: Path, monkeypatch: pyte
                                                                  "policy": "streaming:sinks=4,recent=8"})
     code, found = run(tokens.main, "--text", str(text), "--lengths", "60,100", "--answer", "20", "--modes", "eager")
     assert code == 1 and not any(each["ok"] for each in found[1:])
+
+
+def test_answers_that_end_before_anything_is_preempted(run: Run) -> None:
+    code, (_, *found) = run(tokens.main, "--lengths", "5", "--answer", "20", "--modes", "eager")
+    assert code == 1 and [(each["kind"], each["ok"]) for each in found] == [
+        ("plenty", True), ("far", True), ("preempted", False)]
 
 
 def test_the_margin_rule() -> None:
@@ -107,6 +129,10 @@ def test_divergence() -> None:
     assert kl.divergence([[one], [other]], [[one], [other]])["mean"] == 0.0
     found = kl.divergence([[one, other]], [[other, other]])
     assert found["max"] == pytest.approx(0.25 * torch.tensor(2.0).log().item()) and found["same_top"] == 0.5
+    # Of a token that the first one has none of, nothing.
+    assert kl.divergence([[torch.tensor([0.0, -torch.inf])]], [[torch.tensor([0.0, -9.0])]])["mean"] == 0.0
+    with pytest.raises(RuntimeError, match="NaN"):
+        kl.divergence([[one]], [[torch.full_like(one, torch.nan)]])
     assert kl.options_of("sluice | sample=8; near_bytes=64MiB; threads=2") == (
         "sluice | sample=8", {"near_bytes": 64 << 20, "threads": 2})
 
@@ -133,6 +159,20 @@ def test_serve(run: Run, tmp_path: Path) -> None:
     assert code == 0 and [(each["rate"], each["completed"], each["failed"]) for each in found] == [(2.0, 4, 0)]
     assert found[0]["median_ttft_ms"] > 0 and found[0]["p99_tpot_ms"] > 0
     assert "Sluice keeps 30 layers" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("completed", [2, 0])
+def test_requests_that_fail_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completed: int) -> None:
+    def bench(words: list[str], **_: Any) -> SimpleNamespace:
+        assert words[words.index("--num-prompts") + 1] == "3"
+        told = {"completed": completed, "failed": 3 - completed, "median_ttft_ms": 0.0}
+        (tmp_path / words[words.index("--result-filename") + 1]).write_text(json.dumps(told))
+        return SimpleNamespace(returncode=0, stdout="", stderr="the server is gone")
+
+    monkeypatch.setattr(serve.subprocess, "run", bench)
+    wants = SimpleNamespace(tokenizer=None, model=tmp_path, input=8, answer=2)
+    with pytest.raises(RuntimeError, match=f"{completed} of 3 requests were answered.*the server is gone"):
+        serve.bench(wants, "http://localhost", "1", 3, tmp_path)
 
 
 @pytest.mark.usefixtures("plug_in")
