@@ -13,10 +13,9 @@ from typing import NamedTuple
 # Page: title, what it is about, headers in the order of reading. Headers that no page names are on the last one.
 PAGES = {
     "cpp_engine": ("C++: the engine", "What a program needs that embeds the engine.", (
-        "engine", "engine_options", "engine_stats", "bucket", "cuda", "admission", "prefill", "placement", "handover",
-        "audit", "trace")),
+        "engine", "engine_options", "engine_stats", "bucket", "cuda", "admission", "prefill", "audit", "trace")),
     "cpp_values": ("C++: policies and values", "What calls of the engine are made of.", (
-        "policy", "shape", "tensor", "units", "error", "run_clock", "page", "partial", "progress", "share_histogram")),
+        "policy", "page_rules", "shape", "tensor", "units", "error", "run_clock")),
     "cpp_devices": ("C++: devices", "The contract that a device fulfils.", ()),
 }
 TYPE = re.compile(
