@@ -1,10 +1,11 @@
 #include "capi/options.hpp"
-#include "sluice/page_rules.hpp"
 
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+
+#include "sluice/page_rules.hpp"
 
 namespace sluice::capi {
 namespace {

@@ -419,8 +419,8 @@ typedef struct sluice_attend_args {
   /// decoded, in the order of the plan's items, prompts left out. Wanted in all layers without a window of buckets with
   /// SLUICE_BUCKET_SCORES, for policies with the source `scores`, and ignored otherwise, as are rows of other policies,
   /// what a layer attends anyway, and tokens that a row does not see. Larger scores are chosen first, of equal ones the
-  /// earlier token; -infinity comes behind all numbers, NaN behind that. Budgets `top_p` and `sample` take scores as
-  /// natural logarithms of weights, without scale or softcap. Null: none.
+  /// earlier token; -infinity comes behind all numbers, NaN behind that. Budget `top_p` takes scores as natural
+  /// logarithms of weights, without scale or softcap. Null: none.
   const sluice_tensor* scores;
   void* stream;                    ///< a cudaStream_t; null with the host device
 } sluice_attend_args;

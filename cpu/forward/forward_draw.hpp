@@ -6,7 +6,7 @@
 /// Tokens that are drawn, see sample.hpp.
 namespace sluice::cpu {
 
-/// Scores of a task that draws become what it draws by: logits, capped as the shape says, each perturbed by its draw.
+/// Scores of a task that draws become what it draws by: soft-capped logits, each perturbed by its draw.
 void perturb(const AttentionShape& shape, const ScoreInt4Task& task);
 
 /// Of each row that draws: how many of its picks each head draws, which come first then, and by which thresholds.

@@ -1,7 +1,6 @@
 // Scores that the caller brings, in place of estimates by copies of keys.
 #include <algorithm>
 
-#include "cpu/forward/forward_draw.hpp"
 #include "cpu/forward/forward_layer.hpp"
 #include "sluice/step/forward_tasks.hpp"
 

@@ -56,9 +56,9 @@ struct AttendArgs {
   /// decoded, in the order of the plan's items, prompts left out; padding has rows of any values. Wanted in all layers
   /// without a window of buckets with Bucket::scores, for policies with the source `scores`, and ignored otherwise, as
   /// are rows of other policies, what a layer attends anyway, and tokens that a row does not see. Larger scores are
-  /// chosen first, of equal ones the earlier token; -infinity comes behind all numbers, NaN behind that. Budgets
-  /// `top_p` and `sample` take scores as natural logarithms of weights, as they are: EngineOptions::scale and ::softcap
-  /// are not applied.
+  /// chosen first, of equal ones the earlier token; -infinity comes behind all numbers, NaN behind that. Budget
+  /// `top_p` takes scores as natural logarithms of weights, as they are: EngineOptions::scale and ::softcap are not
+  /// applied.
   TensorView scores{};
 };
 

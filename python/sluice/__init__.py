@@ -25,7 +25,7 @@ from sluice.options import DENSE_AUTO, FETCH_AUTO, Bucket, EngineOptions, Featur
 
 __all__ = [
     "Admission", "AdmissionOptions", "AdmissionUse", "Audit", "BFloat16", "Bucket", "Changes", "Corrupt", "DENSE_AUTO",
-    "DeviceError", "Engine", "EngineOptions", "Error", "Features", "HeadAudit", "InternalError", "InvalidArgument",
+    "DeviceError", "Engine", "EngineOptions", "Error", "FETCH_AUTO", "Features", "HeadAudit", "InternalError", "InvalidArgument",
     "Memory", "NotFound", "OutOfCapacity", "PlanItem", "ReadWriteError", "SequenceMemory", "Stats", "Timeout",
     "TurnItem", "Unsupported", "bf16", "cuda_devices", "version",
 ]

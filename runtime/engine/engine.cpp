@@ -89,7 +89,8 @@ void settle_fetching(EngineOptions& options, const Device& device, const cpu::To
   if (lists < std::max(options.fetch_lists, scheduler::kFetchLists)) return;
   const PageLayout far = runtime::far_layout(options);
   const std::uint32_t threads = options.threads != 0 ? options.threads : std::max(2u, topology.cores()) - 1;
-  options.fetch_share = scheduler::fetch_share_of_device(device.rates(far.page_bytes()).link_gbps, threads);
+  options.fetch_share = scheduler::advised_fetch_share(device.rates(far.page_bytes()).link_gbps,
+                                                       scheduler::gbps_of_threads(threads));
   if (options.fetch_share != 0.f) options.fetch_lists = std::max(options.fetch_lists, scheduler::kFetchLists);
 }
 

@@ -60,17 +60,6 @@ LaneRates lane_rates(const DeviceRates& device, double cpu_gbps) noexcept {
   return rates;
 }
 
-float advised_fetch_share(const LaneRates& rates) noexcept {
-  const auto scattered = [&](double gbps, Stage stage) {
-    const std::optional<StageCost>& cost = rates.stages[static_cast<std::size_t>(stage)];
-    return gbps * (cost ? cost->share : 1.0);
-  };
-  const double link = scattered(rates.link_gbps, Stage::fetch);
-  const double cpu = scattered(rates.cpu_gbps, Stage::attend_far);
-  if (!(link > 0.0) || !(cpu > 0.0)) return 0.f;
-  return static_cast<float>(link / (link + cpu));
-}
-
 std::vector<PlannedTime> estimate(std::span<const WorkItem> items, const LaneRates& rates) {
   std::vector<PlannedTime> times;
   times.reserve(items.size());

@@ -53,11 +53,6 @@ struct LaneRates {
 /// to be as the host's memory; one that knows its own memory is a GPU, whose kernels take what they took on one H100.
 [[nodiscard]] LaneRates lane_rates(const DeviceRates& device, double cpu_gbps) noexcept;
 
-/// EngineOptions::fetch_share with which the link and the CPU are done with a list at about the same time: scattered
-/// rows come at the share of the rate of whole pages that `fetch` has, over the link, and `attend_far`, from host
-/// memory. 0 where a rate is not known.
-[[nodiscard]] float advised_fetch_share(const LaneRates& rates) noexcept;
-
 /// When an item runs, in microseconds from the forward's begin.
 struct PlannedTime {
   double begin_us = 0.0;

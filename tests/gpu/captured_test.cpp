@@ -64,17 +64,7 @@ std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, con
   for (std::uint32_t step = 0; step < steps; ++step) {
     for (std::uint32_t row = 0; row < rows; ++row) tensors.set(row, stories[row], tellers[row].at++);
     const Batch batch = engine.plan(one_each(ids), engine.options().largest, rig.stream);
-    if (graph) {
-      graph->replay();
-    } else {
-      tensors.attend(engine, rig.stream);
-    }
-    engine.finish(batch);
-    rig.synchronize();
-    for (std::uint32_t row = 0; row < rows; ++row) {
-      const auto out = tensors.out(row);
-      all.insert(all.end(), out.begin(), out.end());
-    }
+    run_planned(engine, rig, tensors, graph.get(), batch, rows, all);
     if (!graph || step % 5 != 2) continue;
     graph->replay();  // Without a plan.
     rig.synchronize();

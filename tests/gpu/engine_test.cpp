@@ -78,17 +78,7 @@ TEST_CASE("a captured forward of teams is the forward, with fewer drafts than it
       for (std::uint32_t i = 0; i < count; ++i) tensors.set(i, story, teller.at + i);
       const PlanItem item{.sequence = teller.id, .tokens = count};
       const Batch batch = engine.plan({&item, 1}, options.largest, rig.stream);
-      if (graph) {
-        graph->replay();
-      } else {
-        tensors.attend(engine, rig.stream);
-      }
-      engine.finish(batch);
-      rig.synchronize();
-      for (std::uint32_t row = 0; row < 2 * drafts; ++row) {
-        const auto out = tensors.out(row);
-        all.insert(all.end(), out.begin(), out.end());
-      }
+      run_planned(engine, rig, tensors, graph.get(), batch, 2 * drafts, all);
       engine.truncate(teller.id, teller.at += (count + 1) / 2);
     }
     return all;

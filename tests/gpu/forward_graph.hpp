@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
@@ -60,5 +61,22 @@ class ForwardGraph {
   cudaGraphExec_t exec_ = nullptr;
   std::size_t nodes_ = 0;
 };
+
+/// Runs the largest bucket's forward, that is planned: replayed, or enqueued if there is no graph. Appends the outputs of
+/// `rows` rows to `all`.
+inline void run_planned(Engine& engine, const EngineRig& rig, ForwardTensors& tensors, const ForwardGraph* graph,
+                        const Batch& batch, std::uint32_t rows, std::vector<float>& all) {
+  if (graph != nullptr) {
+    graph->replay();
+  } else {
+    tensors.attend(engine, rig.stream);
+  }
+  engine.finish(batch);
+  rig.synchronize();
+  for (std::uint32_t row = 0; row < rows; ++row) {
+    const auto out = tensors.out(row);
+    all.insert(all.end(), out.begin(), out.end());
+  }
+}
 
 }  // namespace sluice::test

@@ -48,17 +48,7 @@ std::vector<float> decoded(const EngineRig& rig, const AttentionShape& shape, co
       brought.set(row, step % 3 == 2 ? Kind::ties : Kind::any, tellers[row].at++);
     }
     const Batch batch = engine.plan(one_each(ids), engine.options().largest, rig.stream);
-    if (graph) {
-      graph->replay();
-    } else {
-      tensors.attend(engine, rig.stream);
-    }
-    engine.finish(batch);
-    rig.synchronize();
-    for (std::uint32_t row = 0; row < rows; ++row) {
-      const auto out = tensors.out(row);
-      all.insert(all.end(), out.begin(), out.end());
-    }
+    run_planned(engine, rig, tensors, graph.get(), batch, rows, all);
   }
   return all;
 }

@@ -3,7 +3,6 @@
 
 #include <cmath>
 
-#include "scheduler/plan/cost_model.hpp"
 #include "scheduler/plan/fetch_advice.hpp"
 #include "tests/support/catch.hpp"
 
@@ -44,25 +43,16 @@ TEST_CASE("a share is the nearest of 256 parts", "[plan]") {
 
 TEST_CASE("the link gets its part of what it and the CPU read together", "[plan]") {
   using scheduler::advised_fetch_share;
-  REQUIRE(advised_fetch_share({.link_gbps = 50.0, .cpu_gbps = 150.0}) == Approx(0.25));
-  // Scattered rows are read at the share of the rate that the stage has.
-  scheduler::LaneRates rates{.link_gbps = 50.0, .cpu_gbps = 150.0};
-  rates.stage(Stage::attend_far) = {.fixed_us = 6.0, .share = 0.5};
-  REQUIRE(advised_fetch_share(rates) == Approx(50.0 / 125.0));
-  rates.stage(Stage::fetch) = {.share = 0.4};
-  REQUIRE(advised_fetch_share(rates) == Approx(20.0 / 95.0));
-  REQUIRE(advised_fetch_share({.link_gbps = 0.0, .cpu_gbps = 150.0}) == 0.f);
-  REQUIRE(advised_fetch_share({.link_gbps = 50.0, .cpu_gbps = 0.0}) == 0.f);
-}
-
-TEST_CASE("a GPU's link gets the more of what is far the fewer threads there are", "[plan]") {
-  using scheduler::fetch_share_of_device;
-  REQUIRE(fetch_share_of_device(46.0, 15) == Approx(0.407).margin(0.001));
-  REQUIRE(fetch_share_of_device(46.0, 96) > 0.25f);  // They share the same memory.
-  REQUIRE(fetch_share_of_device(46.0, 3) > fetch_share_of_device(46.0, 15));
-  REQUIRE(fetch_share_of_device(23.0, 15) < fetch_share_of_device(46.0, 15));
-  REQUIRE(fetch_share_of_device(1e6, 1) < 1.f);
-  REQUIRE(fetch_share_of_device(0.0, 15) == 0.f);
-  REQUIRE(fetch_share_of_device(NAN, 15) == 0.f);
-  REQUIRE(fetch_share_of_device(46.0, 0) == 0.f);
+  using scheduler::gbps_of_threads;
+  REQUIRE(advised_fetch_share(46.0, 160.0) == Approx(0.404).margin(0.001));  // As measured.
+  REQUIRE(advised_fetch_share(23.0, 160.0) < advised_fetch_share(46.0, 160.0));
+  REQUIRE(advised_fetch_share(46.0, 320.0) < advised_fetch_share(46.0, 160.0));
+  REQUIRE(advised_fetch_share(1e6, 1.0) < 1.f);
+  for (const double none : {0.0, -1.0, static_cast<double>(NAN)}) {
+    REQUIRE(advised_fetch_share(none, 160.0) == 0.f);
+    REQUIRE(advised_fetch_share(46.0, none) == 0.f);
+  }
+  REQUIRE(gbps_of_threads(0) == 0.0);
+  REQUIRE(gbps_of_threads(15) == Approx(159.0));
+  REQUIRE(gbps_of_threads(1000) == gbps_of_threads(100));  // They share the same memory.
 }

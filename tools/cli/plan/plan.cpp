@@ -6,6 +6,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include "scheduler/plan/fetch_advice.hpp"
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "sluice/units.hpp"
@@ -33,7 +34,7 @@ struct PlanOptions {
   std::string rows = "1";
   std::string placements = "hybrid";
   std::string far;
-  float fetch_share = 0.f;
+  float fetch_share = kFetchAuto;
   DType kv_dtype = DType::bf16;
   std::string machine;
   std::vector<std::string> measured;
@@ -92,8 +93,8 @@ FarPlace far_place(const Workload& work, double near_hits) {
 /// Every policy, placement, length and number of rows: tables, and a curve for each number of rows.
 class Plans {
  public:
-  Plans(const PlanOptions& options, const Machine& machine, float fetch_share)
-      : options_(options), machine_(machine), fetch_share_(fetch_share), shape_(shape_of(options)) {}
+  Plans(const PlanOptions& options, const Machine& machine)
+      : options_(options), machine_(machine), shape_(shape_of(options)) {}
 
   void add_all() {
     const std::vector<std::uint32_t> lengths = parse_counts(options_.lengths, "--length");
@@ -114,12 +115,12 @@ class Plans {
         const PolicyCosts* const costs = like(work.policy, machine_.policies);
         const bool by_cpu = scheduler::chooser(work.policy) == scheduler::Chooser::cpu;
         work.scored = costs != nullptr ? costs->scored : by_cpu ? 1.0 : 0.0;
-        work.fetch_share = share_for(work.placement, fetch_share_);
         for (const std::uint32_t tokens : lengths) {
           work.tokens = tokens;
           if (usual) work.near_share = usual_near_share(tokens);
           for (const std::uint32_t count : rows) {
             work.rows = count;
+            work.fetch_share = share_for(work.placement, fetch_share(count));
             add(policy, work);
           }
         }
@@ -131,6 +132,12 @@ class Plans {
   [[nodiscard]] const std::vector<PlannedSeries>& series() const noexcept { return series_; }
 
  private:
+  /// What an engine does with so many rows.
+  [[nodiscard]] float fetch_share(std::uint32_t rows) const {
+    if (options_.fetch_share != kFetchAuto) return options_.fetch_share;
+    if (std::uint64_t{rows} * shape_.kv_heads < scheduler::kFetchLists || machine_.device_bytes == 0) return 0.f;
+    return scheduler::advised_fetch_share(machine_.rates.link_gbps, machine_.rates.cpu_gbps);
+  }
   [[nodiscard]] double asked_hits() const { return parse_share(options_.near_hits, "--near-hits"); }
 
   /// `work` says all but its near_hits, unless these are all. What the CPU chooses it attends in place, whatever is
@@ -172,7 +179,6 @@ class Plans {
 
   const PlanOptions& options_;
   const Machine& machine_;
-  const float fetch_share_;
   AttentionShape shape_;
   Table times_ = plan_table(), memory_ = memory_table();
   std::vector<PlannedSeries> series_;
@@ -193,15 +199,13 @@ int run(const PlanOptions& options) {
   const OutputTarget target(options.output.path);
   const OutputTarget plot(options.plot);
   const Machine machine = machine_of(options);
-  const float fetch_share =
-      options.fetch_share == kFetchAuto ? scheduler::advised_fetch_share(machine.rates) : options.fetch_share;
   Report report{.command = "plan",
                 .config = {{"shape", options.shape},
                            {"layers", shape.layers},
                            {"gpus", options.gpus},
                            {"machine", to_json(machine)},
                            {"kv_dtype", to_string(options.kv_dtype)},
-                           {"fetch_share", fetch_share},
+                           {"fetch_share", fetch_share_json(options.fetch_share)},
                            {"near", options.near},
                            {"near_hits", options.near_hits.empty() ? Json() : Json(options.near_hits)},
                            {"attended", options.attended},
@@ -212,7 +216,7 @@ int run(const PlanOptions& options) {
     report.tables.push_back(compared(measured, machine));
     return deliver(std::move(report), options.output.format, target);
   }
-  Plans plans(options, machine, fetch_share);
+  Plans plans(options, machine);
   plans.add_all();
   const std::string svg = options.plot.empty() ? std::string() : plan_svg(plans.series());
   report.tables.push_back(plans.take_times());
