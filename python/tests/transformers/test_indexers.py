@@ -92,10 +92,11 @@ class Scored:
         self._bucket = (sluice.Bucket(decode_rows=1, features=features) if self._decodes else
                         sluice.Bucket(prefill_rows=count, prefills=1))
         number = self.engine.plan([sluice.PlanItem(self._sequence, count, not self._decodes)], self._bucket)
-        seen = torch.ones(count, self._at + count, dtype=torch.bool).tril(self._at)
+        seen = torch.ones(count, self._at + count, dtype=torch.bool).tril(self._at)[None, None]
+        masks = dict.fromkeys(("deepseek_sparse_attention", "indexed_attention"), seen)  # As 5.17 names it, and 5.23.
         logits = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True,
                              position_ids=torch.arange(self._at, self._at + count).unsqueeze(0),
-                             attention_mask={"deepseek_sparse_attention": seen[None, None]}).logits
+                             attention_mask=masks).logits
         self.engine.finish(number)
         self._at += count
         return int(logits[0, -1].argmax())
