@@ -319,5 +319,5 @@ TEST_CASE("every allocation of a fork whose policy has learnt, and of what it sa
     other.end();
     REQUIRE(which < 100'000);
   }
-  REQUIRE(refusals > 3);
+  REQUIRE(refusals > (kThreadSanitized ? 0 : 3));  // There only every fifth allocation fails.
 }

@@ -189,7 +189,10 @@ void Roster::import_layers(const Sequence& sequence, std::span<const std::uint32
 }
 
 void Roster::import(Sequence& sequence) {
-  const std::uint32_t most = std::min(driven_.engine.options().import_rows, kSoakTokens - sequence.planned());
+  const EngineOptions& options = driven_.engine.options();
+  // Where blocks are few the longest sequence may be shorter.
+  const std::uint32_t longest = std::min(kSoakTokens, options.largest.max_tokens);
+  const std::uint32_t most = std::min(options.import_rows, longest - std::min(longest, sequence.planned()));
   if (most == 0) return;
   if (driven_.calm) driven_.calm();
   const std::vector<std::uint32_t> tokens = draw(1 + random_.below(std::min(most, 150u)));
