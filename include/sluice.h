@@ -342,8 +342,8 @@ SLUICE_API sluice_status sluice_engine_resume_file(sluice_engine* engine, const 
                                                    sluice_sequence* sequence);
 /// Appends tokens whose attention was computed elsewhere, one layer after the other in order, on one stream; the last
 /// layer's call returns when they are in. k, v [tokens, kv_heads, head_dim] after RoPE, v null with value_dim, at most
-/// import_rows tokens; q [n, q_heads, head_dim], n <= tokens: queries of the newest, for a policy that begins with some;
-/// null: none, as is n of 0. One that does not get to its last layer is begun again with layer 0, or ends with the
+/// import_rows tokens; q [n, q_heads, head_dim], n <= tokens: queries of the newest, for a policy that begins with
+/// some; null: none, as is n of 0. One that does not get to its last layer is begun again with layer 0, or ends with the
 /// sequence; until then no forward can be planned. No forward may be under way.
 SLUICE_API sluice_status sluice_engine_import_prefix(sluice_engine* engine, sluice_sequence sequence, uint32_t layer,
                                                      const sluice_tensor* k, const sluice_tensor* v,
@@ -397,8 +397,9 @@ SLUICE_API sluice_status sluice_engine_plan(sluice_engine* engine, const sluice_
                                             const sluice_bucket* bucket, void* stream, uint64_t* forward);
 /// One layer of a forward of this bucket; layers come in order. Enqueues and returns. With rows = decode_rows +
 /// prefill_rows: q, out [rows, q_heads, head_dim], k, v [rows, kv_heads, head_dim], touched on `stream` only; with
-/// value_dim v is null, and out [rows, q_heads, value_dim]; lse [rows, q_heads], f32, compact, natural log of the sum of exponentials, may be null. Rows of padding get 0. While
-/// `stream` is captured nothing runs. After SLUICE_DEVICE the forward can only be cancelled.
+/// value_dim v is null, and out [rows, q_heads, value_dim]; lse [rows, q_heads], f32, compact, natural log of the sum
+/// of exponentials, may be null. Rows of padding get 0. While `stream` is captured nothing runs. After SLUICE_DEVICE the
+/// forward can only be cancelled.
 SLUICE_API sluice_status sluice_engine_attend(sluice_engine* engine, const sluice_bucket* bucket, uint32_t layer,
                                               const sluice_tensor* q, const sluice_tensor* k, const sluice_tensor* v,
                                               const sluice_tensor* out, const sluice_tensor* lse, void* stream);

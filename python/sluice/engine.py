@@ -232,7 +232,8 @@ class Engine(Closing):
             if handle is None:
                 raise _closed()
             try:
-                tensors = (self._q(q), self._k(k), self._values(v), self._out(out), None if lse is None else self._lse(lse))
+                tensors = (self._q(q), self._k(k), self._values(v), self._out(out),
+                           None if lse is None else self._lse(lse))
                 on = None if stream is None else _stream(stream)
                 if rehearsed is None and scores is None:
                     status = self._attend(handle, bucket._address, layer, *tensors, on)

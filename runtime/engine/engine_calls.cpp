@@ -155,7 +155,8 @@ void Engine::Impl::require_values(const TensorView& v, std::uint32_t rows) const
   if (!shape.latent()) return require_tensor(v, "v", rows, shape.kv_heads, shape.head_dim);
   if (v.data != nullptr || v.tokens != 0)
     throw Error(Errc::invalid_argument, "v is given, and values of latent attention are the first " +
-                                            text(shape.value_dim) + " elements of keys (shape.value_dim); leave it out");
+                                            text(shape.value_dim) +
+                                            " elements of keys (shape.value_dim); leave it out");
 }
 
 void Engine::Impl::require_rehearsed(const Bucket& bucket, LayerId layer, const TensorView& rehearsed) const {

@@ -62,8 +62,8 @@ void validate_placement(const EngineOptions& options) {
 void validate_latent(const EngineOptions& options) {
   if (!options.shape.latent()) return;
   const auto without = [](bool set, const char* what, const char* remedy) {
-    if (set)
-      throw Error(Errc::unsupported, std::string("shape.value_dim, of latent attention, beside ") + what + ": " + remedy);
+    if (!set) return;
+    throw Error(Errc::unsupported, std::string("shape.value_dim, of latent attention, beside ") + what + ": " + remedy);
   };
   without(options.kv_dtype == DType::fp8_e4m3, "kv_dtype fp8_e4m3", "keys have no scales; use bf16, f16 or f32");
   without(std::ranges::any_of(options.windows, [](std::uint32_t window) { return window != 0; }), "windows",
@@ -71,6 +71,7 @@ void validate_latent(const EngineOptions& options) {
   without(options.near_bytes != 0, "near_bytes", "all keys lie in host memory; leave it 0");
   without(options.largest.drafts > 1, "largest.drafts above 1", "rows attend one by one; leave it 1");
   without(options.largest.audit, "largest.audit", "nothing compares it with exact attention; leave it off");
+  without(options.largest.trace, "largest.trace", "bytes of its stages are not counted; leave it off");
   without(options.prefill.mode != PrefillMode::full, "a prefill mode that chooses blocks",
           "prompts attend all tokens; use PrefillMode::full");
   without(options.cpu_sequences != 0, "cpu_sequences", "no policy of it chooses by whole keys; leave it 0");

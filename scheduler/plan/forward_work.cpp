@@ -121,9 +121,9 @@ class WorkList {
   [[nodiscard]] bool streams() const noexcept { return place_.placement == PlacementMode::stream; }
   [[nodiscard]] std::uint32_t fetch_share() const noexcept { return streams() ? kWholeFetchShare : place_.fetch_share; }
   /// Of a token's key and value.
-  [[nodiscard]] std::uint64_t near_bytes() const noexcept { return place_.layout.near().token_bytes(); }
+  [[nodiscard]] std::uint64_t near_bytes() const noexcept { return 2 * place_.layout.near().row_bytes(); }
   [[nodiscard]] std::uint64_t far_bytes() const noexcept {
-    return place_.layout.token_bytes() + place_.layout.scale_bytes();
+    return 2 * place_.layout.row_bytes() + place_.layout.scale_bytes();
   }
   [[nodiscard]] std::uint64_t copy_bytes() const noexcept {
     if (place_.code_bits == 0) return 0;

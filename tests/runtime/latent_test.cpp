@@ -21,10 +21,15 @@ constexpr std::uint32_t kLayers = 2;
 constexpr std::uint32_t kTokens = 200;
 constexpr std::uint32_t kChunk = 48;
 
-/// Queries and keys of one sequence. Queries ask for some keys much more than for others.
+/// Queries and keys of one sequence, at random.
 struct Latents {
   Latents(std::uint32_t q_heads, std::uint32_t dim, std::uint32_t used, std::uint32_t count = kTokens)
-      : heads(q_heads), head_dim(dim), value_dim(used), tokens(count), q(kLayers * count * q_heads * dim), k(kLayers * count * dim) {
+      : heads(q_heads),
+        head_dim(dim),
+        value_dim(used),
+        tokens(count),
+        q(kLayers * count * q_heads * dim),
+        k(kLayers * count * dim) {
     Random random(heads * 1000 + head_dim);
     for (float& x : q) x = static_cast<float>(random.normal());
     for (float& x : k) x = static_cast<float>(random.normal());
@@ -65,18 +70,18 @@ struct Latents {
 EngineOptions options_of(const Latents& of, const char* policy = "full",
                          PlacementMode placement = PlacementMode::hybrid) {
   EngineOptions options{.shape = {.layers = kLayers,
-                    .q_heads = of.heads,
-                    .kv_heads = 1,
-                    .head_dim = of.head_dim,
-                    .value_dim = of.value_dim},
-          .kv_dtype = DType::f32,
-          .host_bytes = 8 * MiB,
-          .placement = placement,
-          .largest = {.decode_rows = 1, .prefill_rows = kChunk, .prefills = 1, .max_tokens = 256},
-          .sequences = 4,
-          .threads = 1,
-          .pin_threads = false,
-          .answer_timeout = std::chrono::seconds(30)};
+                                  .q_heads = of.heads,
+                                  .kv_heads = 1,
+                                  .head_dim = of.head_dim,
+                                  .value_dim = of.value_dim},
+                        .kv_dtype = DType::f32,
+                        .host_bytes = 8 * MiB,
+                        .placement = placement,
+                        .largest = {.decode_rows = 1, .prefill_rows = kChunk, .prefills = 1, .max_tokens = 256},
+                        .sequences = 4,
+                        .threads = 1,
+                        .pin_threads = false,
+                        .answer_timeout = std::chrono::seconds(30)};
   make_room_for(parse_policy(policy), 256, options);
   return options;
 }
@@ -108,14 +113,14 @@ class Driver {
       std::vector<float> lse(std::size_t{count} * shape.q_heads);
       for (std::uint32_t j = 0; j <= first; ++j) scores[j] = static_cast<float>(of_.score(layer, first, 0, j));
       const auto kv = dense_view(k.data(), DType::f32, count, shape.kv_heads, shape.head_dim);
-      engine_.attend(bucket, LayerId{layer},
-                     {.q = dense_view(of_.query(layer, first), DType::f32, count, shape.q_heads, shape.head_dim),
-                      .k = kv,
-                      .v = shape.latent() ? TensorView{} : kv,
-                      .out = dense_view(out.data(), DType::f32, count, shape.q_heads, shape.out_dim()),
-                      .lse = lse.data(),
-                      .scores = bucket.scores ? dense_view(std::as_const(scores).data(), DType::f32, 1, 1, 256)
-                                              : TensorView{}});
+      engine_.attend(
+          bucket, LayerId{layer},
+          {.q = dense_view(of_.query(layer, first), DType::f32, count, shape.q_heads, shape.head_dim),
+           .k = kv,
+           .v = shape.latent() ? TensorView{} : kv,
+           .out = dense_view(out.data(), DType::f32, count, shape.q_heads, shape.out_dim()),
+           .lse = lse.data(),
+           .scores = bucket.scores ? dense_view(std::as_const(scores).data(), DType::f32, 1, 1, 256) : TensorView{}});
       for (std::uint32_t h = 0; h < shape.q_heads; ++h) {
         const float* const row = out.data() + (std::size_t{count - 1} * shape.q_heads + h) * shape.out_dim();
         last.insert(last.end(), row, row + of_.value_dim);
@@ -151,7 +156,8 @@ class Driver {
 };
 
 /// Against float64: heads of a row that attend all of `some`.
-void check_row(const Latents& of, std::uint32_t token, const std::set<std::uint32_t>& some, const std::vector<float>& got) {
+void check_row(const Latents& of, std::uint32_t token, const std::set<std::uint32_t>& some,
+               const std::vector<float>& got) {
   REQUIRE(got.size() == std::size_t{kLayers} * of.heads * (of.value_dim + 1));
   for (std::uint32_t layer = 0, at = 0; layer < kLayers; ++layer) {
     for (std::uint32_t h = 0; h < of.heads; ++h, at += of.value_dim + 1) {
@@ -191,8 +197,8 @@ TEST_CASE("groups of latent attention are as few and as large as are equal", "[e
 }
 
 TEST_CASE("latent attention is what float64 makes of keys whose beginnings are values", "[engine][latent]") {
-  const auto [heads, dim, used] =
-      GENERATE(table<std::uint32_t, std::uint32_t, std::uint32_t>({{1, 96, 64}, {7, 48, 48}, {40, 96, 64}, {16, 576, 512}, {128, 576, 512}}));
+  const auto [heads, dim, used] = GENERATE(table<std::uint32_t, std::uint32_t, std::uint32_t>(
+      {{1, 96, 64}, {7, 48, 48}, {40, 96, 64}, {16, 576, 512}, {128, 576, 512}}));
   CAPTURE(heads, dim, used);
   const Latents of(heads, dim, used, heads == 128 ? 70 : kTokens);
   Engine engine(options_of(of));
@@ -224,7 +230,8 @@ TEST_CASE("query heads of latent attention that choose attend what those of thei
     for (std::uint32_t h = 0; h < of.heads; ++h) {
       const std::vector<double> want = of.attended(layer, 150, h, some);
       CAPTURE(layer, h);
-      CHECK(max_abs_diff(std::span(got).subspan(layer * layer_floats + h * 65, 65), std::span<const double>(want)) < 2e-5);
+      CHECK(max_abs_diff(std::span(got).subspan(layer * layer_floats + h * 65, 65), std::span<const double>(want)) <
+            2e-5);
     }
   }
 }
@@ -310,11 +317,14 @@ TEST_CASE("what latent attention does without is refused by name", "[engine][lat
   check_refused("near_bytes", with([](auto& o) { o.near_bytes = 1 * MiB; }));
   check_refused("drafts", with([](auto& o) { o.largest.decode_rows = o.largest.drafts = 2; }));
   check_refused("audit", with([](auto& o) { o.largest.audit = true; }));
+  check_refused("trace", with([](auto& o) { o.largest.trace = true; }));
   check_refused("prefill", with([](auto& o) { o.prefill.mode = PrefillMode::flexprefill; }));
   check_refused("cpu_sequences", with([](auto& o) { o.cpu_sequences = 1; }));
   check_refused("digests", with([](auto& o) { o.digests = DigestKind::box; }));
   check_refused("cluster_sequences", with([](auto& o) { o.cluster_sequences = 1; }));
-  const auto invalid = [&](const char* said, auto change) { check_refused(said, with(change), Errc::invalid_argument); };
+  const auto invalid = [&](const char* said, auto change) {
+    check_refused(said, with(change), Errc::invalid_argument);
+  };
   invalid("kv_heads", [](auto& o) { o.shape.kv_heads = 2; });
   invalid("value_dim", [](auto& o) { o.shape.value_dim = 40; });
   invalid("value_dim", [](auto& o) { o.shape.value_dim = 112; });

@@ -1,4 +1,4 @@
-"""Models with latent attention, DeepSeek V2 and V3, in absorbed form through a sluice.Engine that keeps latents alone."""
+"""Models with latent attention, DeepSeek V2 and V3, in absorbed form through a sluice.Engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Absorbed:
             layer.self_attn.expand_kv = self._keep
 
     def _keep(self, latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a layer's keys and values would be made of, which nobody reads."""
+        """What a layer's keys and values would be made of, which are not read."""
         self._keys = torch.cat([latent, rope], dim=-1)[0].transpose(0, 1).contiguous()
         return self._keys, self._keys
 
