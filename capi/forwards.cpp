@@ -91,7 +91,7 @@ sluice_status sluice_engine_attend_layer(sluice_engine* engine, const sluice_buc
     of.attend(asked, LayerId{given.layer},
               {.q = capi::readable(given.q, "q", place),
                .k = capi::readable(given.k, "k", place),
-               .v = capi::readable(given.v, "v", place),
+               .v = capi::values(given.v, of.options().shape.latent(), place),
                .out = capi::writable(given.out, "out", place),
                .lse = capi::log_sums(given.lse, asked.rows(), of.options().shape.q_heads, place),
                .stream = capi::stream_of(*engine, given.stream),

@@ -12,7 +12,7 @@ namespace {
 
 constexpr const char* kName = "sluice_engine_options";
 static_assert(SLUICE_DENSE_AUTO == sluice::kDenseAuto && SLUICE_FETCH_AUTO == sluice::kFetchAuto);
-static_assert(offsetof(sluice_engine_options, fetch_lists) + sizeof(std::uint64_t) == sizeof(sluice_engine_options));
+static_assert(offsetof(sluice_engine_options, value_dim) + sizeof(std::uint64_t) == sizeof(sluice_engine_options));
 static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16) &&
               SLUICE_FP8_E4M3 == static_cast<int>(DType::fp8_e4m3));
 
@@ -109,11 +109,17 @@ PrefillSpec prefill_of(const sluice_engine_options& options) {
                    .lines = switch_of(options.prefill_lines, "sluice_engine_options.prefill_lines")}};
 }
 
+/// What 32 bits do not hold becomes the largest number that they do, which engines refuse.
+std::uint32_t narrowed(std::uint64_t value) {
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(value, kNone));
+}
+
 AttentionShape shape_of(const sluice_engine_options& options) noexcept {
   return {.layers = options.layers,
           .q_heads = options.q_heads,
           .kv_heads = options.kv_heads,
-          .head_dim = options.head_dim};
+          .head_dim = options.head_dim,
+          .value_dim = narrowed(options.value_dim)};
 }
 
 /// An array is not read before its count is one that can be: behind its end lies memory of others.
@@ -130,11 +136,6 @@ std::vector<std::uint32_t> cores_of(const sluice_engine_options& options) {
                 ", the processors of this machine");
   require_pointer(options.cores, "sluice_engine_options.cores, of which core_count says there are some,");
   return {options.cores, options.cores + options.core_count};
-}
-
-/// What 32 bits do not hold becomes the largest number that they do, which engines refuse.
-std::uint32_t narrowed(std::uint64_t value) {
-  return static_cast<std::uint32_t>(std::min<std::uint64_t>(value, kNone));
 }
 
 std::vector<std::uint32_t> windows_of(const sluice_engine_options& options) {
@@ -254,6 +255,7 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.window_slack = options.window_slack;
   out.fetch_share = options.fetch_share;
   out.fetch_lists = options.fetch_lists;
+  out.value_dim = options.shape.value_dim;
   out.cluster_sequences = options.cluster_sequences;
   out.max_clusters = options.max_clusters;
   out.dense_tokens = options.dense_tokens;

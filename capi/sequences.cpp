@@ -70,7 +70,8 @@ sluice_status sluice_engine_import_prefix(sluice_engine* engine, sluice_sequence
     const auto view = [&](const sluice_tensor* tensor, const char* name) {
       return capi::readable(tensor, name, engine->place);
     };
-    of.import_prefix(SequenceId{sequence}, LayerId{layer}, view(k, "k"), view(v, "v"), capi::stream_of(*engine, stream),
+    of.import_prefix(SequenceId{sequence}, LayerId{layer}, view(k, "k"),
+                     capi::values(v, of.options().shape.latent(), engine->place), capi::stream_of(*engine, stream),
                      q == nullptr ? TensorView{} : view(q, "q"));
   });
 }

@@ -158,6 +158,10 @@ TensorView readable(const sluice_tensor* tensor, const char* name, const Place& 
   return view_of<TensorView>({tensor, name}, place);
 }
 
+TensorView values(const sluice_tensor* v, bool latent, const Place& place) {
+  return v == nullptr && latent ? TensorView{} : readable(v, "v", place);
+}
+
 MutableTensorView writable(const sluice_tensor* tensor, const char* name, const Place& place) {
   const Checked checked(tensor, name);
   const auto view = view_of<MutableTensorView>(checked, place);

@@ -150,7 +150,7 @@ typedef struct sluice_engine_options {
   uint32_t layers;   ///< required, as the next three
   uint32_t q_heads;  ///< a multiple of kv_heads, at most 32 for each of them
   uint32_t kv_heads;
-  uint32_t head_dim;     ///< 64 or 128 have tuned kernels; on the CPU any multiple of 16 up to 256
+  uint32_t head_dim;     ///< 64 or 128 have tuned kernels; on the CPU any multiple of 16 up to 256, see value_dim
   uint64_t host_bytes;   ///< host memory for keys and values, reserved at once (1 GiB)
   uint64_t near_bytes;   ///< device memory for a cache of them (0)
   uint32_t page_tokens;  ///< a power of two in [8, 256] (16)
@@ -229,6 +229,13 @@ typedef struct sluice_engine_options {
   /// A forward with fewer lists, decode rows (or groups of drafts) times KV heads, fetches nothing of fetch_share (0):
   /// few lists are sooner attended by the CPU than a kernel that fetches has begun. At least 128 with SLUICE_FETCH_AUTO
   uint64_t fetch_lists;
+  /// 0 (default): values have head_dim elements. Else latent attention in absorbed form (DeepSeek V2 and V3: 512, with
+  /// head_dim 576), on SLUICE_DEVICE_CPU: the value of a token is the first value_dim elements of its key, and `v` of
+  /// calls is null; kv_heads is 1, q_heads any number, head_dim a multiple of 16 up to 576, value_dim one up to
+  /// head_dim. What it does without is SLUICE_UNSUPPORTED: fp8, near_bytes, windows, drafts, audits, prefill modes but
+  /// SLUICE_PREFILL_FULL, parking, and policies but those that attend everything or choose among all tokens by copies
+  /// of keys (`exact | int4`) or scores
+  uint64_t value_dim;
 } sluice_engine_options;
 
 /// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options).
@@ -334,10 +341,10 @@ SLUICE_API sluice_status sluice_engine_resume_memory(sluice_engine* engine, cons
 SLUICE_API sluice_status sluice_engine_resume_file(sluice_engine* engine, const char* path, const char* model,
                                                    sluice_sequence* sequence);
 /// Appends tokens whose attention was computed elsewhere, one layer after the other in order, on one stream; the last
-/// layer's call returns when they are in. k, v [tokens, kv_heads, head_dim] after RoPE, at most import_rows tokens;
-/// q [n, q_heads, head_dim], n <= tokens: queries of the newest, for a policy that begins with some; null: none, as is
-/// n of 0. One that does not get to its last layer is begun again with layer 0, or ends with the sequence; until then
-/// no forward can be planned. No forward may be under way.
+/// layer's call returns when they are in. k, v [tokens, kv_heads, head_dim] after RoPE, v null with value_dim, at most
+/// import_rows tokens; q [n, q_heads, head_dim], n <= tokens: queries of the newest, for a policy that begins with
+/// some; null: none, as is n of 0. One that does not get to its last layer is begun again with layer 0, or ends with the
+/// sequence; until then no forward can be planned. No forward may be under way.
 SLUICE_API sluice_status sluice_engine_import_prefix(sluice_engine* engine, sluice_sequence sequence, uint32_t layer,
                                                      const sluice_tensor* k, const sluice_tensor* v,
                                                      const sluice_tensor* q, void* stream);
@@ -389,9 +396,10 @@ typedef struct sluice_plan_item {
 SLUICE_API sluice_status sluice_engine_plan(sluice_engine* engine, const sluice_plan_item* items, size_t item_count,
                                             const sluice_bucket* bucket, void* stream, uint64_t* forward);
 /// One layer of a forward of this bucket; layers come in order. Enqueues and returns. With rows = decode_rows +
-/// prefill_rows: q, out [rows, q_heads, head_dim], k, v [rows, kv_heads, head_dim], touched on `stream` only; lse
-/// [rows, q_heads], f32, compact, natural log of the sum of exponentials, may be null. Rows of padding get 0. While
-/// `stream` is captured nothing runs. After SLUICE_DEVICE the forward can only be cancelled.
+/// prefill_rows: q, out [rows, q_heads, head_dim], k, v [rows, kv_heads, head_dim], touched on `stream` only; with
+/// value_dim v is null, and out [rows, q_heads, value_dim]; lse [rows, q_heads], f32, compact, natural log of the sum
+/// of exponentials, may be null. Rows of padding get 0. While `stream` is captured nothing runs. After SLUICE_DEVICE the
+/// forward can only be cancelled.
 SLUICE_API sluice_status sluice_engine_attend(sluice_engine* engine, const sluice_bucket* bucket, uint32_t layer,
                                               const sluice_tensor* q, const sluice_tensor* k, const sluice_tensor* v,
                                               const sluice_tensor* out, const sluice_tensor* lse, void* stream);

@@ -26,15 +26,20 @@ void validate(const AttentionShape& shape) {
   require_range<std::uint32_t>("shape.layers", shape.layers, 1, 1024);
   require_range<std::uint32_t>("shape.q_heads", shape.q_heads, 1, 1024);
   require_range<std::uint32_t>("shape.kv_heads", shape.kv_heads, 1, 1024);
-  require_range<std::uint32_t>("shape.head_dim", shape.head_dim, 16, 256);
+  require_range<std::uint32_t>("shape.head_dim", shape.head_dim, 16, shape.latent() ? kMostLatentDim : kMostHeadDim);
+  require_range<std::uint32_t>("shape.value_dim", shape.value_dim, 0, shape.head_dim);
+  if (shape.latent() && shape.kv_heads != 1)
+    refuse("shape.kv_heads", std::to_string(shape.kv_heads),
+           "1 with shape.value_dim: all query heads of latent attention read one key");
   if (shape.q_heads % shape.kv_heads != 0) {
     refuse("shape.q_heads", std::to_string(shape.q_heads),
            "a multiple of shape.kv_heads (" + std::to_string(shape.kv_heads) + ")");
   }
-  if (shape.group() > kMostGroup) {
+  if (!shape.latent() && shape.group() > kMostGroup) {
     refuse("shape.q_heads / shape.kv_heads", std::to_string(shape.group()), "at most 32: group members are bits");
   }
   if (shape.head_dim % 16 != 0) refuse("shape.head_dim", std::to_string(shape.head_dim), "a multiple of 16");
+  if (shape.value_dim % 16 != 0) refuse("shape.value_dim", std::to_string(shape.value_dim), "a multiple of 16");
 }
 
 std::uint64_t available_host_bytes() { return cpu::available_memory_bytes(); }

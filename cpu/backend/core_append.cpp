@@ -55,12 +55,13 @@ void Backend::append(std::span<const AppendTask> tasks, const PageLayout& layout
   for (const AppendTask& task : tasks) check_tensor_type("append", task.dtype);
   std::uint64_t rows = 0;
   for (const AppendTask& task : tasks) rows += task.count;
-  for_each_task(workers_, tasks, rows * 2 * layout.row_bytes(), [&kernels = kernels_, layout](const AppendTask& task) {
+  for_each_task(workers_, tasks, rows * layout.token_bytes(), [&kernels = kernels_, layout](const AppendTask& task) {
     const std::uint64_t stride = task.token_stride * bytes_of(task.dtype);
     std::byte* const k = task.page + task.first_row * layout.row_bytes();
     const auto scales = const_cast<float*>(scales_in(layout, task.page, task.first_row));
     append_half(kernels, task.dtype, layout,
                 {.from = task.k, .stride_bytes = stride, .to = k, .scales = scales, .rows = task.count});
+    if (layout.latent) return;
     append_half(kernels, task.dtype, layout,
                 {.from = task.v,
                  .stride_bytes = stride,

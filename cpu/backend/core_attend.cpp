@@ -58,7 +58,7 @@ std::uint64_t cut(const std::vector<AttendTask>& tasks, std::vector<Unit>& units
     const std::uint64_t tokens = tokens_of(tasks[i]);
     cut_runs(tasks[i].runs, i, unit_rows(tokens), units);
     cut_tokens(static_cast<std::uint32_t>(tasks[i].tokens.size()), i, unit_rows(tokens), units);
-    bytes += tokens * 2 * tasks[i].kv.layout.row_bytes();
+    bytes += tokens * tasks[i].kv.layout.token_bytes();
   }
   return bytes;
 }
@@ -73,7 +73,7 @@ void attend_unit(const Kernels& kernels, const AttendTask& task, const Attention
                   .scale = shape.score_scale(),
                   .softcap = shape.softcap,
                   .k = rows.data(),
-                  .v_offset = task.kv.layout.half_bytes(),
+                  .v_offset = task.kv.layout.values_offset(),
                   .scales = scales.data(),
                   .count = unit.rows,
                   .group = shape.group(),
@@ -173,15 +173,17 @@ void Backend::merge(std::span<const MergeTask> tasks, const AttentionShape& shap
   const std::uint32_t rows = shape.group();
   const std::size_t floats = std::size_t{rows} * shape.head_dim;
   for_each_task(workers_, tasks, tasks.size() * tasks.front().parts.size() * floats * sizeof(float),
-                [&kernels = kernels_for(kernels_, out_dtype), rows, floats,
-                 head_dim = shape.head_dim](const MergeTask& task) {
+                [&kernels = kernels_for(kernels_, out_dtype), rows, floats, head_dim = shape.head_dim,
+                 out_dim = shape.out_dim(), row_bytes = shape.out_dim() * bytes_of(out_dtype)](const MergeTask& task) {
                   thread_local Scratch own_scratch;
                   float* const out = own_scratch.floats(floats + rows);
                   const Partial whole{.out = out, .lse = out + floats};
                   std::copy_n(task.parts.front().out, floats, whole.out);
                   std::copy_n(task.parts.front().lse, rows, whole.lse);
                   for (const Partial& part : task.parts.subspan(1)) merge_into(whole, part, rows, head_dim);
-                  kernels.narrow(whole.out, task.out, floats);
+                  for (std::uint32_t row = 0; row < rows; ++row)
+                    kernels.narrow(whole.out + std::size_t{row} * head_dim, task.out + std::size_t{row} * row_bytes,
+                                   out_dim);
                   if (task.lse != nullptr) std::copy_n(whole.lse, rows, task.lse);
                 });
 }

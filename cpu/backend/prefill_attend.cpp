@@ -97,6 +97,7 @@ class BlockRun {
                   .softcap = shape_.softcap,
                   .reach = task.reach,
                   .pages = pages.data(),
+                  .v_offset = layout.values_offset(),
                   .blocks = block.bits,
                   .page_tokens = layout.page_tokens,
                   .key_begin = key_begin,
@@ -124,7 +125,7 @@ class BlockRun {
       if (task.so_far != nullptr && !task.last_window) continue;
       const std::uint64_t to = token * strides_.out_token_stride + head * strides_.out_head_stride;
       kernels_for(kernels_, strides_.out_dtype)
-          .narrow(part.out, task.out + to * bytes_of(strides_.out_dtype), shape_.head_dim);
+          .narrow(part.out, task.out + to * bytes_of(strides_.out_dtype), shape_.out_dim());
     }
   }
 

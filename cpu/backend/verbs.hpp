@@ -17,13 +17,17 @@ namespace sluice::cpu {
 
 /// What the verbs of cpu::Backend have in common.
 
+[[nodiscard]] constexpr std::uint32_t most_head_dim(bool latent) noexcept {
+  return latent ? kMostLatentDim : kMostHeadDim;
+}
 [[nodiscard]] constexpr bool supports(const AttentionShape& shape) noexcept {
   return shape.kv_heads != 0 && shape.q_heads % shape.kv_heads == 0 && shape.group() != 0 && shape.group() <= kMaxGroup &&
-         shape.head_dim != 0 && shape.head_dim <= kMaxHeadDim && shape.head_dim % kHeadDimUnit == 0;
+         shape.head_dim != 0 && shape.head_dim <= most_head_dim(shape.latent()) && shape.head_dim % kHeadDimUnit == 0 &&
+         shape.value_dim <= shape.head_dim && shape.value_dim % kHeadDimUnit == 0;
 }
 [[nodiscard]] constexpr bool supports(const PageLayout& layout) noexcept {
-  return layout.page_tokens != 0 && layout.head_dim != 0 && layout.head_dim <= kMaxHeadDim &&
-         layout.head_dim % kHeadDimUnit == 0;
+  return layout.page_tokens != 0 && layout.head_dim != 0 && layout.head_dim <= most_head_dim(layout.latent) &&
+         layout.head_dim % kHeadDimUnit == 0 && !(layout.latent && layout.scaled());
 }
 
 /// See Backend::unsupported_reasons.
@@ -42,7 +46,9 @@ inline void check(const char* verb, const PageLayout& layout) {
   if (!supports(layout)) refuse(verb, layout);
 }
 inline void check(const char* verb, const AttentionShape& shape, const PageLayout& layout) {
-  if (!supports(shape) || !supports(layout) || layout.head_dim != shape.head_dim) refuse(verb, shape, layout);
+  if (!supports(shape) || !supports(layout) || layout.head_dim != shape.head_dim ||
+      layout.latent != shape.latent())
+    refuse(verb, shape, layout);
 }
 
 /// What verbs read and write but pages has no scales.

@@ -80,8 +80,9 @@ void append_token(const Kernels& kernels, const ForwardMemory& m, const ForwardL
   const std::uint32_t place = m.near_row_of(plane, row);
   std::byte* const near = place == kNone ? nullptr : m.near_key(plane, place);
   put_row(kernels, m, layer.k, r, head, far, scales, near);
-  put_row(kernels, m, layer.v, r, head, far + m.far_layout.half_bytes(), scales == nullptr ? nullptr : scales + 1,
-          near == nullptr ? nullptr : near + m.layout.half_bytes());
+  if (!m.shape.latent())
+    put_row(kernels, m, layer.v, r, head, far + m.far_layout.half_bytes(), scales == nullptr ? nullptr : scales + 1,
+            near == nullptr ? nullptr : near + m.layout.half_bytes());
   make_codes(kernels, m, plane, block, at, 1, key_mean_for(kernels, m, m.tokens[r], plane));
   if (at + 1 != m.layout.page_tokens) return;
   digest(kernels, m, plane, block);
@@ -115,7 +116,7 @@ void fill_out(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer
   float filled[kMaxHeadDim];
   std::fill_n(filled, m.shape.head_dim, value);
   for (std::uint32_t head = 0; head < layer.out.heads; ++head) {
-    kernels_for(kernels, layer.out.dtype).narrow(filled, layer.out.row(at, head), m.shape.head_dim);
+    kernels_for(kernels, layer.out.dtype).narrow(filled, layer.out.row(at, head), m.shape.out_dim());
     if (layer.lse != nullptr) layer.lse[std::uint64_t{at} * layer.out.heads + head] = lse;
   }
 }
@@ -127,7 +128,7 @@ void append(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& 
     if (attends && (padding || !runs(m)))
       fill_out(kernels, m, layer, r, padding ? 0.f : kNaN, padding ? kEmptyLse : kNaN);
     if (padding || !runs(m)) continue;
-    for (std::uint32_t h = 0; h < m.shape.kv_heads; ++h) append_token(kernels, m, layer, r, h);
+    for (std::uint32_t h = 0; h < m.layer_planes(); ++h) append_token(kernels, m, layer, r, h);
     if (m.tokens[r].tail != kNone) append_tail(kernels, m, layer, r);
   }
   if (attends && runs(m)) append_queries(kernels, m.teams(), layer);

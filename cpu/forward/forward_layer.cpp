@@ -60,7 +60,7 @@ void attend_rows(const Kernels& kernels, const ForwardMemory& m, const ForwardRo
                .scale = m.shape.score_scale(),
                .softcap = m.shape.softcap,
                .k = keys.data(),
-               .v_offset = m.layout.half_bytes(),
+               .v_offset = m.layout.values_offset(),
                .corrections = row.draws.any() ? m.near_corrections_of(index) : nullptr,
                .count = static_cast<std::uint32_t>(keys.size()),
                .group = m.shape.group(),
@@ -174,7 +174,7 @@ void fetch(const Kernels& kernels, const ForwardMemory& m, std::uint32_t layer) 
                  .scale = m.shape.score_scale(),
                  .softcap = m.shape.softcap,
                  .k = rows.data(),
-                 .v_offset = m.far_layout.half_bytes(),
+                 .v_offset = m.far_layout.values_offset(),
                  .scales = scales.data(),
                  .members = chosen.members != 0 ? entries + chosen.count : nullptr,
                  .corrections = row.draws.any() ? m.far_corrections_of(index) + far - m.fetched_of(far) : nullptr,
@@ -216,7 +216,7 @@ void merge(const Kernels& kernels, const ForwardMemory& m, const ForwardLayer& l
       if (draft >= packed) continue;
       const float lse = merge_head(m, std::uint64_t{r} * m.shape.q_heads + h, here, sum);
       if (here.draws.any()) count_error(m, std::uint64_t{r} * m.shape.q_heads + h, lse);
-      kernels_for(kernels, layer.out.dtype).narrow(sum, layer.out.row(row.at + draft, head), m.shape.head_dim);
+      kernels_for(kernels, layer.out.dtype).narrow(sum, layer.out.row(row.at + draft, head), m.shape.out_dim());
       if (layer.lse != nullptr) layer.lse[std::uint64_t{row.at + draft} * layer.out.heads + head] = lse;
     }
   }

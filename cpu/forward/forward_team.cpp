@@ -72,7 +72,7 @@ void attend_edge(const Kernels& kernels, const ForwardMemory& m, const ForwardRo
                  .scale = m.shape.score_scale(),
                  .softcap = m.shape.softcap,
                  .k = keys,
-                 .v_offset = m.far_layout.half_bytes(),
+                 .v_offset = m.far_layout.values_offset(),
                  .scales = m.far_layout.scaled() ? scales : nullptr,
                  .count = count,
                  .group = own,

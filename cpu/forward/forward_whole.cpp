@@ -38,7 +38,7 @@ void put_whole(const Kernels& kernels, const ForwardMemory& m, const ForwardLaye
     std::fill_n(out, m.shape.head_dim, kNaN);
     lse = kNaN;
   }
-  kernels_for(kernels, layer.out.dtype).narrow(out, layer.out.row(row.at, h), m.shape.head_dim);
+  kernels_for(kernels, layer.out.dtype).narrow(out, layer.out.row(row.at, h), m.shape.out_dim());
   if (layer.lse != nullptr) layer.lse[std::uint64_t{row.at} * layer.out.heads + h] = lse;
 }
 

@@ -7,6 +7,9 @@
 namespace sluice::cpu {
 namespace {
 
+/// Channels of the keys that are scored so: two vectors of words of codes.
+constexpr std::uint32_t kMaxBytesDim = 256;
+
 /// Rotated queries as integers of 22 bits, of which codes are multiplied with seven and a sign at a time, as the bytes that
 /// they are: channel x is unit * (128 * 128 * high + 128 * middle + low). Rounding takes less than a millionth of the
 /// head's largest channel from x, about as much as float32 sums do.
@@ -16,7 +19,7 @@ struct Int4ByteQueries {
   static constexpr int kLargest = 127 * 128 * 128;
 
   /// [group][vectors of words][parts][codes 0, 2, 4, 6 of a word, codes 1, 3, 5, 7]
-  alignas(64) std::int8_t packed[kMaxGroup * kParts * kMaxHeadDim];
+  alignas(64) std::int8_t packed[kMaxGroup * kParts * kMaxBytesDim];
   float units[kMaxGroup];
   float sums[kMaxGroup], shifts[kMaxGroup];  ///< as Int4Queries has them
   std::uint32_t words, vectors, stride;
@@ -26,7 +29,7 @@ struct Int4ByteQueries {
       : words(head_dim / kCodesPerWord), vectors((words + kWidth - 1) / kWidth), stride(vectors * 2 * kParts * kBytes) {
     for (std::uint32_t h = 0; h < group; ++h) {
       const float* const own = q + std::size_t{h} * head_dim;
-      alignas(kBytes) float rotated[kMaxHeadDim];
+      alignas(kBytes) float rotated[kMaxBytesDim];
       __builtin_memcpy(rotated, own, head_dim * sizeof(float));
       rotate(rotated, head_dim);
       shifts[h] = mean_score(own, mean, head_dim, scale);
@@ -151,8 +154,9 @@ inline Pair unzip_params(const std::byte* halves) noexcept {
           _mm512_permutex2var_ps(first, _mm512_or_si512(even, _mm512_set1_epi32(1)), second)};
 }
 
-/// As score_int4, faster.
+/// As score_int4, faster, of keys that are no longer than kMaxBytesDim.
 void score_int4_bytes(const ScoreInt4Rows& args) noexcept {
+  if (args.head_dim > kMaxBytesDim) return score_int4(args);
   const Int4ByteQueries queries(args.q, args.mean, args.group, args.head_dim, args.scale);
   if (!queries.exact) return score_int4(args);
   alignas(64) float dots[kMaxGroup * kWidth];

@@ -15,7 +15,7 @@ namespace sluice::cpu {
 /// neither allocate nor throw. `head_dim` is a multiple of 16 up to kMaxHeadDim, `group` is in [1, kMaxGroup].
 /// Rows of K and V are given by their addresses, so that pages are looked up in one place, and are read once
 /// for all query heads of the group.
-inline constexpr std::uint32_t kMaxHeadDim = 256;
+inline constexpr std::uint32_t kMaxHeadDim = 640;  // kMostLatentDim, in whole vectors of words of codes.
 inline constexpr std::uint32_t kMaxGroup = 32;
 inline constexpr std::uint32_t kHeadDimUnit = 16;
 
@@ -109,6 +109,7 @@ struct PrefillRows {
   float softcap = 0.f;                      ///< see AttentionShape
   std::uint32_t reach = 0;                  ///< keys that a row sees, its own included; 0: all up to its own
   const std::byte* const* pages = nullptr;  ///< addresses of the pages from key_begin on, up to the last key
+  std::uint64_t v_offset = 0;               ///< bytes from a token's K row to its V row
   const std::uint32_t* blocks = nullptr;    ///< bit J % 32 of word J / 32 for positions from 128 J on; null: all set
   std::uint32_t page_tokens = 0;
   std::uint32_t key_begin = 0;  ///< where a page begins

@@ -86,6 +86,7 @@ struct PageRows {
   const std::byte* const* pages = nullptr;
   std::uint32_t page_tokens = 0;
   std::uint32_t head_dim = 0;
+  std::uint64_t v_offset = 0;  ///< bytes from a token's K row to its V row
 };
 
 /// Widens `count` keys from row `first` on, once for all queries: `keys` becomes [head_dim, kPrefillKeys], 0 where keys
@@ -94,7 +95,7 @@ template <DType kType>
 inline void pack_keys(const PageRows& from, std::uint32_t first, std::uint32_t count, float* keys,
                       float* values) noexcept {
   const std::size_t row_bytes = std::size_t{from.head_dim} * kElementBytes<kType>;
-  const std::size_t v_offset = row_bytes * from.page_tokens;
+  const std::size_t scales_offset = 2 * row_bytes * from.page_tokens;
   for (std::uint32_t j = 0; j < kPrefillKeys; ++j) {
     if (j >= count) {
       for (std::uint32_t c = 0; c < from.head_dim; ++c) keys[std::size_t{c} * kPrefillKeys + j] = 0.f;
@@ -103,14 +104,14 @@ inline void pack_keys(const PageRows& from, std::uint32_t first, std::uint32_t c
     const std::uint32_t at = first + j;
     const std::byte* const page = from.pages[at / from.page_tokens];
     const std::byte* const k = page + at % from.page_tokens * row_bytes;
-    const auto* const scales = reinterpret_cast<const float*>(page + 2 * v_offset);
+    const auto* const scales = reinterpret_cast<const float*>(page + scales_offset);
     const std::size_t scale = std::size_t{2} * (at % from.page_tokens);
     for (std::uint32_t c = 0; c < from.head_dim; c += kWidth) {
       alignas(64) float lanes[kWidth];
       Simd::store(lanes, unfold<kType>(Simd::load_as<kType>(k + std::size_t{c} * kElementBytes<kType>), scales, scale));
       for (std::uint32_t i = 0; i < kWidth; ++i) keys[std::size_t{c + i} * kPrefillKeys + j] = lanes[i];
       if (values == nullptr) continue;
-      const std::byte* const v = k + v_offset + std::size_t{c} * kElementBytes<kType>;
+      const std::byte* const v = k + from.v_offset + std::size_t{c} * kElementBytes<kType>;
       Simd::store(values + std::size_t{j} * from.head_dim + c,
                   unfold<kType>(Simd::load_as<kType>(v), scales, scale + 1));
     }
@@ -168,7 +169,10 @@ inline void prefill_keys(const PrefillRows& args, std::uint32_t key0, std::uint3
   const std::uint32_t row0 = seeing.row0;
   const std::uint32_t rows = seeing.row_end - row0;
   float* const out = args.out + std::size_t{row0} * args.head_dim;
-  pack_keys<kType>({.pages = args.pages, .page_tokens = args.page_tokens, .head_dim = args.head_dim},
+  pack_keys<kType>({.pages = args.pages,
+                    .page_tokens = args.page_tokens,
+                    .head_dim = args.head_dim,
+                    .v_offset = args.v_offset},
                    key0 - args.key_begin, count, scratch.keys, scratch.values);
   for (std::size_t i = 0; i < std::size_t{rows} * kPrefillKeys; ++i) scratch.weights[i] = 0.f;
   multiply_add({.a = args.q + std::size_t{row0} * args.head_dim,

@@ -35,6 +35,12 @@ std::string pages_reason(const AttentionShape& shape, const PageLayout& layout) 
          std::to_string(shape.head_dim);
 }
 
+std::string values_reason(const AttentionShape& shape, const PageLayout& layout) {
+  if (!shape.latent() && !layout.latent) return {};
+  return "value_dim " + std::to_string(shape.value_dim) +
+         " (no GPU kernel attends values that are parts of keys; latent attention is of the CPU's device)";
+}
+
 std::string dtype_reason(DType dtype) {
   if (dtype == DType::bf16 || dtype == DType::f16) return {};
   return std::string(to_string(dtype)) + " keys and values (GPU kernels have bf16 and f16" +
@@ -46,7 +52,7 @@ std::string dtype_reason(DType dtype) {
 std::vector<std::string> unsupported_reasons(const AttentionShape& shape, const PageLayout& layout) {
   std::vector<std::string> reasons;
   for (std::string reason : {head_dim_reason(shape.head_dim), group_reason(shape), pages_reason(shape, layout),
-                             dtype_reason(layout.dtype)}) {
+                             values_reason(shape, layout), dtype_reason(layout.dtype)}) {
     if (!reason.empty()) reasons.push_back(std::move(reason));
   }
   return reasons;

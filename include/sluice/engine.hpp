@@ -43,8 +43,8 @@ struct Batch {
 struct AttendArgs {
   TensorView q;            ///< [rows, q_heads, head_dim] after RoPE
   TensorView k;            ///< [rows, kv_heads, head_dim] likewise
-  TensorView v;            ///< as k
-  MutableTensorView out;   ///< as q
+  TensorView v{};          ///< as k; none with AttentionShape::value_dim
+  MutableTensorView out;   ///< as q; with AttentionShape::value_dim [rows, q_heads, value_dim]
   float* lse = nullptr;    ///< [rows, q_heads] natural log of the sum of exponentials; may be null
   void* stream = nullptr;  ///< a cudaStream_t with the CUDA device; a Stream* with a host device, or null: at once
   /// As q: what the attention input of the layer before, as that layer normalised it, gives with this layer's query
@@ -225,10 +225,10 @@ class Engine {
   [[nodiscard]] SequenceId resume(const std::string& file, std::string_view model = {});
   /// Appends tokens whose attention was computed elsewhere, one layer after the other in order, on one stream as in
   /// `plan`; the last layer's call returns when they are in. k, v [tokens, kv_heads, head_dim] in device memory, after
-  /// RoPE, at most import_rows tokens; q [n, q_heads, head_dim] likewise, n <= tokens: queries of the newest, for a
-  /// policy that begins with some; every layer has as many. One that does not get to its last layer is begun again with
-  /// layer 0, or ends with the sequence; until then no forward can be planned, and the sequence neither forked nor
-  /// truncated.
+  /// RoPE, v none as in AttendArgs, at most import_rows tokens; q [n, q_heads, head_dim] likewise, n <= tokens: queries
+  /// of the newest, for a policy that begins with some; every layer has as many. One that does not get to its last layer
+  /// is begun again with layer 0, or ends with the sequence; until then no forward can be planned, and the sequence
+  /// neither forked nor truncated.
   /// @throws Error{Errc::invalid_argument} if a forward is under way
   void import_prefix(SequenceId sequence, LayerId layer, const TensorView& k, const TensorView& v, void* stream,
                      const TensorView& q = {});
@@ -242,11 +242,11 @@ class Engine {
   /// long, or a thread does that looks at one: it is left behind, and the next plan begins that look again, by other
   /// threads
   [[nodiscard]] Batch plan(std::span<const PlanItem> items, const Bucket& bucket, void* stream);
-  /// One layer of a forward of this bucket: enqueues and returns. q [rows, q_heads, head_dim], k and v [rows, kv_heads,
-  /// head_dim], out as q, all of bucket.rows() rows, in device memory; they are touched on `stream` only. `lse` [rows,
-  /// q_heads] may be null. Layers in order. Rows of padding get 0. While `stream` is captured nothing runs; a replay is
-  /// the forward that was planned last, and one without a plan of its own gets NaN and changes nothing. After
-  /// Error{Errc::device} the forward can only be cancelled.
+  /// One layer of a forward of this bucket: enqueues and returns. q, k, v and out as in AttendArgs, all of bucket.rows()
+  /// rows, in device memory; they are touched on `stream` only. `lse` [rows, q_heads] may be null. Layers in order. Rows
+  /// of padding get 0. While `stream` is captured nothing runs; a replay is the forward that was planned last, and one
+  /// without a plan of its own gets NaN and changes nothing. After Error{Errc::device} the forward can only be
+  /// cancelled.
   /// @throws Error{Errc::invalid_argument} naming the tensor that does not fit, or is missing
   void attend(const Bucket& bucket, LayerId layer, const AttendArgs& args);
   /// The same of a bucket that wants neither rehearsed queries nor scores.

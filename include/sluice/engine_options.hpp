@@ -44,7 +44,10 @@ inline constexpr float kFetchAuto = -1.f;
 
 /// Everything that is fixed when an Engine is built.
 struct EngineOptions {
-  AttentionShape shape;  ///< required; its scale and softcap are 0, those below count
+  /// Required; its scale and softcap are 0, those below count. With a value_dim, on the CPU alone: everything lies in
+  /// host memory, without fp8, windows, drafts, audits, traces or choices of blocks of prompts; policies attend
+  /// everything, or choose among all tokens by copies of keys or by scores of the caller; sequences cannot be parked.
+  AttentionShape shape;
   /// What q.k is multiplied by, above 0; 0: 1 / sqrt(head_dim).
   float scale = 0.f;
   /// Above 0, at most 1000: a scaled logit x becomes softcap * tanh(x / softcap), as in Gemma 2. 0: it stays as it is.

@@ -102,6 +102,7 @@ class EngineOptions(Sized):
         ("forecasts", c_uint32),
         ("code_bits", c_uint64),
         ("fetch_lists", c_uint64),
+        ("value_dim", c_uint64),
     ]
 
 

@@ -151,12 +151,12 @@ class Engine(Closing):
 
     def import_prefix(self, sequence: int, layer: int, k: Any, v: Any, q: Any = None, stream: Any = None) -> None:
         """Appends tokens whose attention was computed elsewhere, one layer after the other; the last layer's call
-        returns when they are in."""
+        returns when they are in. `v` is None with `value_dim`."""
         with self._lock:
             handle = self._open()
             try:
                 status = self._library.engine_import_prefix(
-                    handle, sequence, _unsigned("layer", layer), self._k(k), self._v(v),
+                    handle, sequence, _unsigned("layer", layer), self._k(k), self._values(v),
                     None if q is None else self._q(q), _stream(stream))
             finally:
                 self._exports.clear()
@@ -216,7 +216,8 @@ class Engine(Closing):
     def attend(self, bucket: Bucket, layer: int, q: Any, k: Any, v: Any, out: Any, lse: Any = None,
                stream: Any = None, rehearsed: Any = None, scores: Any = None) -> None:
         """One layer of a forward of this bucket; layers come in order. q, out [rows, q_heads, head_dim], k, v [rows,
-        kv_heads, head_dim], lse [rows, q_heads] in f32, with as many rows as the bucket has. `rehearsed`, as q, in
+        kv_heads, head_dim], lse [rows, q_heads] in f32, with as many rows as the bucket has; with `value_dim` v is None
+        and out [rows, q_heads, value_dim]. `rehearsed`, as q, in
         every layer but the first of buckets with Features.REHEARSED: what the attention input of the layer before, as
         that layer has normalised it, gives with this layer's query weights, after RoPE. `scores` [decode_rows or more,
         kv_heads or 1, max_tokens of the bucket or more] in f32, in every layer without a window of buckets with
@@ -231,7 +232,8 @@ class Engine(Closing):
             if handle is None:
                 raise _closed()
             try:
-                tensors = (self._q(q), self._k(k), self._v(v), self._out(out), None if lse is None else self._lse(lse))
+                tensors = (self._q(q), self._k(k), self._values(v), self._out(out),
+                           None if lse is None else self._lse(lse))
                 on = None if stream is None else _stream(stream)
                 if rehearsed is None and scores is None:
                     status = self._attend(handle, bucket._address, layer, *tensors, on)
@@ -303,6 +305,9 @@ class Engine(Closing):
         struct = structs.SequenceMemory()
         self._call(self._library.engine_sequence_memory, sequence, byref(struct))
         return figures.read(SequenceMemory, struct)
+
+    def _values(self, v: Any) -> int | None:
+        return None if v is None and self.options.value_dim else self._v(v)
 
     def _open(self) -> ctypes.c_void_p:
         if self._handle is None:

@@ -106,6 +106,8 @@ class EngineOptions:
     q_heads: int  #: a multiple of kv_heads, at most 32 for each of them
     kv_heads: int
     head_dim: int  #: on a GPU 64, 96, 128, 192 or 256; on the CPU any multiple of 16 up to 256
+    value_dim: int | None = None  #: 0: values have head_dim elements; else latent attention on the CPU: they are the
+    #: first value_dim elements of keys, kv_heads is 1, and head_dim up to 576 (DeepSeek V2 and V3: 512 of 576)
     device: str = "cpu"  #: or "cuda", or "cuda:1"
     device_bytes: int | None = None  #: most that is taken of the GPU's memory
     kv_dtype: Literal["f32", "f16", "bf16", "fp8_e4m3"] | None = None  #: of keys and values in memory

@@ -60,7 +60,7 @@ void ForwardAudit::attend_exactly(const AuditedRow& row, std::uint32_t layer, st
     const std::uint32_t plane = memory_.plane(layer, kv_head);
     keys[t] = memory_.far_key(plane, at);
     if (layout.scaled()) scales[t] = memory_.far_scales(plane, at);
-    cpu::read_row(kernels_, layout, keys[t] + layout.half_bytes(), layout.scaled() ? scales[t] + 1 : nullptr,
+    cpu::read_row(kernels_, layout, keys[t] + layout.values_offset(), layout.scaled() ? scales[t] + 1 : nullptr,
                   value.data());
     double squares = 0.0;
     for (const float v : value) squares += double{v} * v;
@@ -74,7 +74,7 @@ void ForwardAudit::attend_exactly(const AuditedRow& row, std::uint32_t layer, st
                .scale = memory_.shape.score_scale(),
                .softcap = memory_.shape.softcap,
                .k = keys.data(),
-               .v_offset = layout.half_bytes(),
+               .v_offset = layout.values_offset(),
                .scales = scales.data(),
                .seen = group.scores.data(),
                .count = group.tokens,

@@ -34,7 +34,7 @@ void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView&
     throw Error(Errc::invalid_argument, "import_prefix: k has " + text(k.tokens) + " tokens; give it 1 to " +
                                             text(options.import_rows) + ", or raise EngineOptions::import_rows");
   require_tensor(k, "k", k.tokens, shape.kv_heads, shape.head_dim);
-  require_tensor(v, "v", k.tokens, shape.kv_heads, shape.head_dim);
+  require_values(v, k.tokens);
   if (q.tokens > k.tokens)
     throw Error(Errc::invalid_argument, "import_prefix: q has " + text(q.tokens) + " tokens, and k " + text(k.tokens) +
                                             "; give it the newest tokens' queries");
@@ -110,8 +110,8 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const AttendArgs& 
   void* const stream = args.stream;
   require_tensor(args.q, "q", bucket.rows(), shape.q_heads, shape.head_dim);
   require_tensor(args.k, "k", bucket.rows(), shape.kv_heads, shape.head_dim);
-  require_tensor(args.v, "v", bucket.rows(), shape.kv_heads, shape.head_dim);
-  require_tensor(args.out, "out", bucket.rows(), shape.q_heads, shape.head_dim);
+  require_values(args.v, bucket.rows());
+  require_tensor(args.out, "out", bucket.rows(), shape.q_heads, shape.out_dim());
   if (importing != 0)
     throw Error(Errc::invalid_argument, "attend: an import is under way; give it its other layers, or begin it again");
   if (next_layer == kNone)
@@ -148,6 +148,15 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const AttendArgs& 
   }
   if (layer.value + 1 == shape.layers) verbs.end(m, stream);
   next_layer = layer.value + 1;
+}
+
+void Engine::Impl::require_values(const TensorView& v, std::uint32_t rows) const {
+  const AttentionShape& shape = options.shape;
+  if (!shape.latent()) return require_tensor(v, "v", rows, shape.kv_heads, shape.head_dim);
+  if (v.data != nullptr || v.tokens != 0)
+    throw Error(Errc::invalid_argument, "v is given, and values of latent attention are the first " +
+                                            text(shape.value_dim) +
+                                            " elements of keys (shape.value_dim); leave it out");
 }
 
 void Engine::Impl::require_rehearsed(const Bucket& bucket, LayerId layer, const TensorView& rehearsed) const {

@@ -69,7 +69,7 @@ ForwardMemory described(const EngineOptions& options, const scheduler::LayerStac
   memory.last_layers = options.shape.layers - (stacks.count() - 1) * stacks.layers();
   memory.list_count = options.sequences;
   memory.places = stacks.places();
-  memory.shape = options.shape;
+  memory.shape = attended_shape(options.shape);
   memory.shape.scale = options.scale;
   memory.shape.softcap = options.softcap;
   memory.far_layout = far_layout(options);
@@ -174,7 +174,8 @@ void EngineMemory::copy_rows(std::uint32_t block, std::uint32_t copy, std::uint3
     const std::byte* const from = m.far_block(plane, block);
     std::byte* const to = m.far_block(plane, copy);
     std::memcpy(to, from, tokens * layout.row_bytes());
-    std::memcpy(to + layout.half_bytes(), from + layout.half_bytes(), tokens * layout.row_bytes());
+    if (!layout.latent)
+      std::memcpy(to + layout.half_bytes(), from + layout.half_bytes(), tokens * layout.row_bytes());
     std::memcpy(to + layout.scales_offset(), from + layout.scales_offset(), tokens * layout.scale_bytes());
   }
 }

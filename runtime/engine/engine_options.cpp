@@ -58,11 +58,33 @@ void validate_placement(const EngineOptions& options) {
                                             "it 0, or place hybrid (kFetchAuto goes with both)");
 }
 
+/// What latent attention does without, by name.
+void validate_latent(const EngineOptions& options) {
+  if (!options.shape.latent()) return;
+  const auto without = [](bool set, const char* what, const char* remedy) {
+    if (!set) return;
+    throw Error(Errc::unsupported, std::string("shape.value_dim, of latent attention, beside ") + what + ": " + remedy);
+  };
+  without(options.kv_dtype == DType::fp8_e4m3, "kv_dtype fp8_e4m3", "keys have no scales; use bf16, f16 or f32");
+  without(std::ranges::any_of(options.windows, [](std::uint32_t window) { return window != 0; }), "windows",
+          "all of its layers see all tokens; leave them empty");
+  without(options.near_bytes != 0, "near_bytes", "all keys lie in host memory; leave it 0");
+  without(options.largest.drafts > 1, "largest.drafts above 1", "rows attend one by one; leave it 1");
+  without(options.largest.audit, "largest.audit", "nothing compares it with exact attention; leave it off");
+  without(options.largest.trace, "largest.trace", "bytes of its stages are not counted; leave it off");
+  without(options.prefill.mode != PrefillMode::full, "a prefill mode that chooses blocks",
+          "prompts attend all tokens; use PrefillMode::full");
+  without(options.cpu_sequences != 0, "cpu_sequences", "no policy of it chooses by whole keys; leave it 0");
+  without(options.digests.has_value(), "digests", "no policy of it ranks pages; leave them empty");
+  without(options.cluster_sequences != 0, "cluster_sequences", "no policy of it has clusters; leave it 0");
+}
+
 }  // namespace
 
 void validate(const EngineOptions& options) {
   sluice::validate(options.shape);
   validate_scores(options);
+  validate_latent(options);
   const auto in = [](const char* field, std::uint64_t value, std::uint64_t low, std::uint64_t high) {
     require(value >= low && value <= high, field, value,
             "in [" + std::to_string(low) + ", " + std::to_string(high) + "]");
@@ -72,7 +94,7 @@ void validate(const EngineOptions& options) {
   const std::uint32_t page = options.page_tokens;
   require(page >= 8 && page <= 256 && (page & (page - 1)) == 0, "page_tokens", page, "a power of two in [8, 256]");
   in("largest.decode_rows", options.largest.decode_rows, 0, 1024);
-  in("largest.drafts", options.largest.drafts, 1, kMostGroup / options.shape.group());
+  in("largest.drafts", options.largest.drafts, 1, kMostGroup / attended_shape(options.shape).group());
   require(options.largest.decode_rows % options.largest.drafts == 0, "largest.decode_rows", options.largest.decode_rows,
           "a multiple of largest.drafts, " + std::to_string(options.largest.drafts));
   in("largest.prefill_rows", options.largest.prefill_rows, 0, 65'536);

@@ -16,18 +16,22 @@ void validate(const EngineOptions& options);
 }
 
 [[nodiscard]] inline scheduler::ForwardLimits limits_of(const EngineOptions& options) noexcept {
-  scheduler::RowShape shape = scheduler::row_shape(options.shape, options.page_tokens);
+  scheduler::RowShape shape = scheduler::row_shape(attended_shape(options.shape), options.page_tokens);
   shape.dense_tokens = options.dense_tokens == kDenseAuto ? 0 : options.dense_tokens;
   return {.shape = shape,
           .max_window = options.max_window,
           .digests = options.digests,
           .cluster_sequences = options.cluster_sequences,
-          .code_bits = code_bits_of(options)};
+          .code_bits = code_bits_of(options),
+          .latent = options.shape.latent()};
 }
 
 /// Of pages in host memory.
 [[nodiscard]] inline PageLayout far_layout(const EngineOptions& options) noexcept {
-  return {.page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype};
+  return {.page_tokens = options.page_tokens,
+          .head_dim = options.shape.head_dim,
+          .dtype = options.kv_dtype,
+          .latent = options.shape.latent()};
 }
 
 /// @throws Error{Errc::unsupported} naming what an engine of these options lacks to serve the policy.

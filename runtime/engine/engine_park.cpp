@@ -40,6 +40,10 @@ void require_resumable(const runtime::ParkHead& head, const PolicySpec& spec) {
 
 runtime::ParkHead Engine::Impl::Parking::head_of(SequenceId id, std::string_view model) {
   const Sequence& sequence = engine_.resting(id, "park");
+  if (engine_.options.shape.latent())
+    throw Error(Errc::unsupported,
+                "park: keys of latent attention (shape.value_dim) have no format of parked sequences; keep the "
+                "sequence, or its tokens, and bring these in again");
   if (model.size() > runtime::kMostModelBytes)
     throw Error(Errc::invalid_argument, "park: `model` has " + text(model.size()) + " bytes, and may have " +
                                             text(runtime::kMostModelBytes) + "; give it a hash of what it says");

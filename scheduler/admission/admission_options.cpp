@@ -35,7 +35,10 @@ void require_some(const char* field, std::uint32_t value) { require(value != 0, 
 
 AdmissionOptions admission_options(const EngineOptions& options) {
   const AttentionShape& shape = options.shape;
-  const PageLayout layout{.page_tokens = options.page_tokens, .head_dim = shape.head_dim, .dtype = options.kv_dtype};
+  const PageLayout layout{.page_tokens = options.page_tokens,
+                          .head_dim = shape.head_dim,
+                          .dtype = options.kv_dtype,
+                          .latent = shape.latent()};
   const scheduler::LayerStacks stacks(options);
   const std::uint64_t page_bytes = layout.page_bytes() * stacks.layers() * shape.kv_heads;
   if (page_bytes == 0 || options.host_bytes < page_bytes)

@@ -100,6 +100,11 @@ std::string why_neither(const PolicySpec& spec) {
   return "it bypasses heads, and chooses by copies of keys; say bypass=off";
 }
 
+/// Whether a policy reads nothing of values, nor of keys as they lie, to choose by: both are one in latent attention.
+bool serves_latent(const PolicySpec& spec) noexcept {
+  return chooser(spec) == Chooser::device && (!ranks(spec) || only(spec, Source::exact) || only(spec, Source::scores));
+}
+
 /// Pages that each query head chooses of the `pages` full ones of `tokens` tokens. Where they are attended as they are,
 /// no more than far tokens have a budget for.
 std::uint32_t pages_per_head(const PolicySpec& spec, std::uint32_t pages, std::uint32_t tokens,
@@ -270,6 +275,9 @@ ForwardNeeds forward_needs(const PolicySpec& spec, std::uint32_t tokens, const R
 
 std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const ForwardLimits& limits) {
   if (chooser(spec) == Chooser::neither) return why_neither(spec);
+  if (limits.latent && !serves_latent(spec))
+    return "latent attention (shape.value_dim) has policies that attend everything, or choose among all tokens by "
+           "copies of keys or by scores of the caller; write full, exact | int4, exact | int3 or scores";
   const bool dense = bucket.max_tokens != 0 && bucket.max_tokens <= limits.shape.dense_tokens && may_be_dense(spec);
   if (std::string reason = dense ? "" : lacks(spec, bucket); !reason.empty()) return reason;
   if (spec.uses(Source::pages) && limits.digests != spec.pages.digest)

@@ -61,6 +61,7 @@ struct ForwardLimits {
   std::optional<DigestKind> digests{};  ///< of pages
   std::uint32_t cluster_sequences = 0;  ///< that may have clusters on the device
   std::uint32_t code_bits = 4;          ///< of keys' copies, see EngineOptions::code_bits; 0: there are none
+  bool latent = false;                  ///< values are parts of keys, see AttentionShape::value_dim
 };
 
 /// What forwards with a policy's rows need to have, if their sequences have up to `tokens` tokens. Of the bucket, the

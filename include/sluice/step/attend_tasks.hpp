@@ -14,7 +14,7 @@ namespace sluice {
 /// Writes `count` tokens of one KV head into consecutive rows of one page, converting to the page's dtype.
 struct AppendTask {
   const std::byte* k = nullptr;  ///< first row; later rows every `token_stride` elements
-  const std::byte* v = nullptr;
+  const std::byte* v = nullptr;  ///< not read if the page's layout is latent
   DType dtype = DType::f32;
   std::uint64_t token_stride = 0;
   std::byte* page = nullptr;
@@ -43,7 +43,7 @@ struct AttendTask {
 /// the group's query heads.
 struct MergeTask {
   std::span<const Partial> parts;  ///< at least one, each [group, head_dim] and [group]
-  std::byte* out = nullptr;        ///< [group, head_dim] in `out_dtype`, rows dense
+  std::byte* out = nullptr;        ///< [group, AttentionShape::out_dim()] in `out_dtype`, rows dense
   float* lse = nullptr;            ///< [group]; may be null
 };
 

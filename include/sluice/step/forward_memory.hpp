@@ -28,7 +28,7 @@ struct ForwardLayerPlace {
 /// of their own, each with a block list for every sequence: then a plane is of one layer of each stack, whose blocks
 /// are different ones. Sizes in brackets: of `largest`, in whose first rows a forward of a smaller bucket works.
 struct ForwardMemory {
-  AttentionShape shape;
+  AttentionShape shape;                 ///< an attended_shape: what is said of its KV heads holds of groups, too
   PageLayout layout;                    ///< of near pages; digests have its dtype
   PageLayout far_layout;                ///< the same but for the dtype, whose rows have the same values
   Bucket largest{};                     ///< what there is room for; its max_tokens is that of every array
@@ -190,7 +190,7 @@ struct ForwardMemory {
     const ForwardLayerPlace place = place_of(layer);
     ForwardMemory memory = of_stack(place.stack);
     memory.window = window_in(layer);
-    memory.first_plane = place.at * shape.kv_heads;
+    memory.first_plane = place.at * layer_planes();
     return memory;
   }
   [[nodiscard]] constexpr ForwardLayerPlace place_of(std::uint32_t layer) const noexcept {
@@ -227,9 +227,12 @@ struct ForwardMemory {
     const std::uint32_t own = own_group();
     return {.draft = head % shape.group() / own, .head = head / shape.group() * own + head % own};
   }
-  [[nodiscard]] constexpr std::uint32_t planes() const noexcept { return stack_layers * shape.kv_heads; }
+  /// Of a layer; all groups of latent attention read the same one.
+  [[nodiscard]] constexpr std::uint32_t layer_planes() const noexcept { return shape.latent() ? 1 : shape.kv_heads; }
+  [[nodiscard]] constexpr std::uint32_t planes() const noexcept { return stack_layers * layer_planes(); }
   [[nodiscard]] constexpr std::uint32_t plane(std::uint32_t layer, std::uint32_t kv_head) const noexcept {
-    return (first_plane != kNone ? first_plane : place_of(layer).at * shape.kv_heads) + kv_head;
+    const std::uint32_t first = first_plane != kNone ? first_plane : place_of(layer).at * layer_planes();
+    return shape.latent() ? first : first + kv_head;
   }
   /// Of a plane: as many for each of the kinds of ForwardArrivals.
   [[nodiscard]] constexpr std::uint32_t arriving_room() const noexcept { return 3 * promotions; }
@@ -238,7 +241,7 @@ struct ForwardMemory {
   }
   /// Whether a stack has a layer in this plane.
   [[nodiscard]] constexpr bool has_layer(std::uint32_t stack, std::uint32_t plane) const noexcept {
-    return stack + 1 != stacks || plane < last_layers * shape.kv_heads;
+    return stack + 1 != stacks || plane < last_layers * layer_planes();
   }
   /// KV heads of all layers, counted layer by layer.
   [[nodiscard]] constexpr std::uint32_t layer_heads() const noexcept { return shape.layers * shape.kv_heads; }
@@ -336,7 +339,7 @@ struct ForwardMemory {
   [[nodiscard]] constexpr std::byte* far_block(std::uint32_t plane, std::uint32_t block) const noexcept {
     return far + far_page(plane, block) * far_layout.page_bytes();
   }
-  /// A far row of a plane, as far_rows names it: its key. Its value comes far_layout.half_bytes() behind that.
+  /// A far row of a plane, as far_rows names it: its key. Its value comes far_layout.values_offset() behind that.
   [[nodiscard]] constexpr const std::byte* far_key(std::uint32_t plane, std::uint32_t row) const noexcept {
     return far_block(plane, row >> page_shift) + (row & (layout.page_tokens - 1)) * far_layout.row_bytes();
   }
@@ -425,7 +428,7 @@ struct ForwardMemory {
   [[nodiscard]] constexpr std::uint64_t audit_list(std::uint32_t layer, std::uint32_t list) const noexcept {
     return std::uint64_t{layer} * (largest.decode_rows / drafts) * shape.kv_heads + list;
   }
-  /// Its key; the value comes PageLayout::half_bytes() behind.
+  /// Its key; the value comes PageLayout::values_offset() behind.
   [[nodiscard]] constexpr std::byte* near_key(std::uint32_t plane, std::uint32_t row) const noexcept {
     return near + std::uint64_t{near_entry(plane, row)} * layout.row_bytes();
   }

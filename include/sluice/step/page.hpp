@@ -10,18 +10,23 @@ namespace sluice {
 
 /// How one page lies in memory: `page_tokens` consecutive tokens of one (sequence, layer, KV head), first the K rows
 /// [page_tokens, head_dim], then the V rows [page_tokens, head_dim], and of a type with scales (see E4m3) then these,
-/// float32 [page_tokens, 2]: of the token's K row, of its V row.
+/// float32 [page_tokens, 2]: of the token's K row, of its V row. Of latent attention there are K rows alone.
 struct PageLayout {
   std::uint32_t page_tokens = 16;
   std::uint32_t head_dim = 0;
   DType dtype = DType::bf16;
+  bool latent = false;  ///< a value is the beginning of its key, see AttentionShape::value_dim; not of a scaled type
 
   [[nodiscard]] constexpr std::uint64_t row_bytes() const noexcept { return std::uint64_t{head_dim} * bytes_of(dtype); }
   [[nodiscard]] constexpr std::uint64_t half_bytes() const noexcept { return row_bytes() * page_tokens; }
+  /// From a token's K row to its V row.
+  [[nodiscard]] constexpr std::uint64_t values_offset() const noexcept { return latent ? 0 : half_bytes(); }
+  /// Of a token's rows, without scales.
+  [[nodiscard]] constexpr std::uint64_t token_bytes() const noexcept { return (latent ? 1 : 2) * row_bytes(); }
   [[nodiscard]] constexpr bool scaled() const noexcept { return dtype == DType::fp8_e4m3; }
   /// Scales of one token.
   [[nodiscard]] constexpr std::uint64_t scale_bytes() const noexcept { return scaled() ? 2 * sizeof(float) : 0; }
-  [[nodiscard]] constexpr std::uint64_t scales_offset() const noexcept { return 2 * half_bytes(); }
+  [[nodiscard]] constexpr std::uint64_t scales_offset() const noexcept { return token_bytes() * page_tokens; }
   [[nodiscard]] constexpr std::uint64_t page_bytes() const noexcept {
     return scales_offset() + page_tokens * scale_bytes();
   }
@@ -46,7 +51,7 @@ struct KvView {
   [[nodiscard]] std::byte* k_row(std::uint64_t token) const noexcept {
     return page(token / layout.page_tokens) + (token % layout.page_tokens) * layout.row_bytes();
   }
-  [[nodiscard]] std::byte* v_row(std::uint64_t token) const noexcept { return k_row(token) + layout.half_bytes(); }
+  [[nodiscard]] std::byte* v_row(std::uint64_t token) const noexcept { return k_row(token) + layout.values_offset(); }
   /// The token's scales: of K, of V. Of layouts that have some.
   [[nodiscard]] float* scales(std::uint64_t token) const noexcept {
     return reinterpret_cast<float*>(page(token / layout.page_tokens) + layout.scales_offset()) +

@@ -9,7 +9,8 @@ namespace sluice {
 /// Attention over a subset of one sequence's tokens, in the form in which subsets merge.
 ///
 /// The contract, identical on CPU and GPU (row = query head):
-///   out  [rows, head_dim]  float32, softmax-normalised within the subset
+///   out  [rows, head_dim]  float32, softmax-normalised within the subset; of latent attention the first
+///                          AttentionShape::value_dim elements of a row are what is wanted, the others say nothing
 ///   lse  [rows]            natural log of the sum of exp(score); of scores see AttentionShape
 ///   empty subset           out == 0 and lse == -infinity
 /// Both arrays are dense and belong to the caller.
