@@ -1,10 +1,20 @@
 #!/usr/bin/env bash
-# Builds the sluice command and lets a small Llama answer two questions about long texts while its KV cache lives
-# in host memory. Policy `sluice` reads a small share of the cache and must find both answers; `full` reads all of
-# it, `streaming` only the newest tokens. Then: what to try next.
-# Exit codes: 0 found, 1 not found or failed, 2 as tools/bootstrap.sh.
+# A model answers questions about long texts while its KV cache lives in host memory. See usage().
 set -euo pipefail
 export LC_ALL=C
+
+usage() {
+  cat <<'TEXT'
+usage: tools/demo.sh [--real]
+
+Builds the sluice command and lets a small Llama answer two questions about long texts while its KV cache lives in host
+memory. Policy `sluice` reads a small share of the cache and must find both answers; `full` reads all of it, `streaming`
+only the newest tokens. Then: what to try next.
+  --real  builds the library for Python instead, fetches SmolLM2-135M-Instruct (93 MB), a model that others have
+          trained, and PyTorch for it (in ~/.cache/sluice), and asks it about Python's own documentation and library
+Exit codes: 0 found, 1 not found or failed, 2 wrong usage, or as tools/bootstrap.sh.
+TEXT
+}
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 readonly root
@@ -119,6 +129,23 @@ ask() {
   ((found))
 }
 
+case ${1:-} in
+  "") ;;
+  -h | --help) usage; exit 0 ;;
+  --real)
+    "$root/tools/bootstrap.sh" --preset release --target sluice_c
+    "$root/tools/python_env.sh" --demo
+    cache=${XDG_CACHE_HOME:-$HOME/.cache}/sluice
+    PYTHONPATH="$root/python" PYTHONDONTWRITEBYTECODE=1 SLUICE_LIBRARY="$root/build/release/capi/libsluice.so" \
+      "$cache/venv/bin/python" "$root/tools/demo_real.py" "$cache/models/smollm2"
+    exit
+    ;;
+  *)
+    printf "demo: error: unknown option '%s'; see --help\n" "$1" >&2
+    exit 2
+    ;;
+esac
+
 "$root/tools/bootstrap.sh" --preset release --target sluice
 
 work=$(mktemp -d)
@@ -147,6 +174,7 @@ What to try next, with ${kSluice#"$PWD"/}:
   sluice eval --model ${kModel#"$PWD"/} --tasks niah,kv --lengths 2K,8K --count 4 \\
     --policies "full;sluice;streaming" --plot accuracy.svg     answers by policy and length, and a picture of them
   sluice run --model DIR --prompt-file FILE --policy sluice    a Llama of yours
+  tools/demo.sh --real              a model that others have trained, asked about Python's documentation
 Models of transformers, and a server: docs/python.md, docs/serving.md. On a GPU: docs/command.md.
 TEXT
 if ((status)); then

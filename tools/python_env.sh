@@ -5,7 +5,7 @@ export LC_ALL=C
 
 usage() {
   cat <<'TEXT'
-usage: tools/python_env.sh
+usage: tools/python_env.sh [--demo]
 
 Makes directories in ${XDG_CACHE_HOME:-~/.cache}/sluice, which tests/python/CMakeLists.txt looks for:
   venv    a virtual environment with what python/tests/requirements.txt pins
@@ -19,6 +19,7 @@ Makes directories in ${XDG_CACHE_HOME:-~/.cache}/sluice, which tests/python/CMak
 What already has the pinned versions is left alone, in about a second. What has not is made aside and then renamed, so
 that nothing is ever half made; commands in venv/bin have the wrong path therefore: run modules, as in
 `venv/bin/python -m pytest`. The first time some 3 GB are loaded; 7.2 GB of disk are needed.
+  --demo  makes venv, gguf and models alone, for tools/demo.sh --real
 SLUICE_PIP_SECONDS=N gives pip N seconds (default: 1800).
 Exit codes: 0 ok, 2 wrong usage, or something missing that cannot be installed.
 TEXT
@@ -89,8 +90,10 @@ packages() {
 }
 
 main() {
+  local demo=0
   case "${1:-}" in
     "") ;;
+    --demo) demo=1 ;;
     -h | --help) usage; exit 0 ;;
     *) fail "unknown option '$1'; see --help" ;;
   esac
@@ -111,10 +114,14 @@ main() {
     install "$made/venv/bin/python" -r "$pins"
     replace "$made/venv" "$base/venv"
   fi
+  packages gguf "$base" "$made"
+  if ((demo)); then
+    tools/models.sh smollm2
+    return
+  fi
   packages newest "$base" "$made"
   packages build "$base" "$made"
   packages site "$base" "$made"
-  packages gguf "$base" "$made"
   packages extras "$base" "$made"
   packages vllm "$base" "$made"
   tools/models.sh smollm2
