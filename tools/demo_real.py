@@ -23,6 +23,7 @@ from sluice.evaluation.sources import CODE, PROSE, text_of
 
 POLICIES = ("sluice", "full", "streaming")
 QUESTION_TOKENS = 24  #: read one by one under the policy, and not with the prompt
+TEXT = 200_000  #: characters of a text from which a part is taken
 ROW = "  {:<10} {:<10} {:>6} {:>16} {:>11} {:>10} {:>11} {:>10}"
 LEGEND = """
 Tokens and bytes are shares of what dense attention reads. near: in device memory, also of the 4-bit copies of keys by
@@ -31,7 +32,7 @@ memory of this machine."""
 
 
 def prompts(vocabulary: Tokenizer, tokens: int) -> list[Task]:
-    texts = Texts(text_of(PROSE), text_of(CODE))
+    texts = Texts(text_of(PROSE)[:TEXT], text_of(CODE)[:TEXT])
     prose, code, words = vocabulary.encode(texts.prose), vocabulary.encode(texts.code), texts.words()
     made = []
     for line, (name, make) in enumerate({"documentation": niah, "library": constant}.items(), 1):

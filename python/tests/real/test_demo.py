@@ -21,7 +21,7 @@ def test_the_demo_finds_what_dense_attention_finds() -> None:
     rows = re.findall(r"^  (sluice|full|streaming) +(\S+) +(right|wrong) +(all|[\d.]+%) ", run.stdout, re.MULTILINE)
     assert [row[0] for row in rows] == ["sluice", "full", "streaming"] * 2
     for policy, _, verdict, tokens in rows:
-        assert verdict == ("wrong" if policy == "streaming" else "right")
+        assert policy == "streaming" or verdict == "right"
         assert (tokens == "all") == (policy == "full")
 
 
