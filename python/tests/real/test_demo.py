@@ -16,7 +16,7 @@ DEMO = Path(__file__).parents[3] / "tools" / "demo_real.py"
 
 @pytest.mark.skipif(not MODEL.exists(), reason=f"there is no {MODEL}; tools/python_env.sh makes it")
 def test_the_demo_finds_what_dense_attention_finds() -> None:
-    run = subprocess.run([sys.executable, DEMO, MODEL, "--tokens", "1024"], capture_output=True, text=True, timeout=900)
+    run = subprocess.run([sys.executable, DEMO, MODEL, "--tokens", "1536"], capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout + run.stderr
     rows = re.findall(r"^  (sluice|full|streaming) +(\S+) +(right|wrong) +(all|[\d.]+%) ", run.stdout, re.MULTILINE)
     assert [row[0] for row in rows] == ["sluice", "full", "streaming"] * 2
