@@ -66,7 +66,11 @@ def _disk(path: Any, most_bytes: Any) -> tuple[Path | None, int]:
         return None, 0
     if not isinstance(path, str) or not path:
         raise InvalidArgument(f"{OWNER}disk is {path!r}; it must be the name of a folder")
-    return Path(path), _bytes("disk_bytes", most_bytes)
+    try:  # No shell has done it inside JSON.
+        folder = Path(path).expanduser()
+    except RuntimeError:
+        raise InvalidArgument(f"{OWNER}disk is {path!r}, and there is no such user; write the folder out") from None
+    return folder, _bytes("disk_bytes", most_bytes)
 
 
 def _bytes(name: str, value: Any) -> int:

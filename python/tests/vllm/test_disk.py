@@ -188,6 +188,7 @@ def test_a_prompt_that_waits_is_not_looked_for_at_every_step() -> None:
     ({"disk": "d"}, {}, "sluice.disk and .*sluice.disk_bytes belong together"),
     ({"disk_bytes": 1}, {}, "belong together"),
     ({"disk": 3, "disk_bytes": 1}, {}, "disk is 3; it must be the name of a folder"),
+    ({"disk": "~no-such-user/d", "disk_bytes": 1}, {}, "there is no such user; write the folder out"),
     ({"disk": "d", "disk_bytes": "much"}, {}, "disk_bytes: \"much\" is no size"),
     ({"disk": "d", "disk_bytes": 1}, {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
     ({"disk": "d", "disk_bytes": 1}, {"distributed_executor_backend": "mp"}, "VLLM_ENABLE_V1_MULTIPROCESSING"),
@@ -197,6 +198,13 @@ def test_what_is_refused(model_of: Callable[[str], Path], options: dict[str, Any
                          said: str) -> None:
     with pytest.raises((sluice.InvalidArgument, ValueError), match=said):
         configured(model_of("Llama"), options, **changes)
+
+
+def test_a_folder_of_the_user_s_own(model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch,
+                                    tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = configured(model_of("Llama"), {"disk": "~/prefixes", "disk_bytes": 1})
+    assert settings_of(config).disk == tmp_path / "prefixes"
 
 
 @pytest.mark.parametrize(("changes", "said"), [
