@@ -200,7 +200,8 @@ void apply_stage(const Word& word, PolicySpec& spec) {
 /// What a stage sets: stages that take each other's place set the same.
 std::string_view setting_of(std::string_view stage) noexcept {
   constexpr std::string_view kEstimates[] = {"int4", "int3", "hadamard", "channels", "skewed"};
-  constexpr std::string_view kBudgets[] = {"top_k", "top_p", "fitted", "progressive", "sampled", "verified", "within"};
+  constexpr std::string_view kBudgets[] = {"top_k",   "top_p",    "sample", "fitted", "progressive",
+                                           "sampled", "verified", "within"};
   if (std::ranges::find(kEstimates, stage) != std::end(kEstimates)) return "an estimate";
   if (std::ranges::find(kBudgets, stage) != std::end(kBudgets)) return "a budget";
   return stage;

@@ -108,6 +108,8 @@ TEST_CASE("what a policy sets twice is refused where it comes again", "[policy_t
   expect(complaint("exact | int4 | top_k=4 | top_k=5"), {"\"top_k\" at character 26", "before it"});
   // Of stages that take each other's place.
   expect(complaint("exact | int4 | top_k=4 | top_p=0.9"), {"\"top_p\" at character 26", "before it"});
+  expect(complaint("exact | int4 | top_k=4 | sample=64"), {"\"sample\" at character 26", "before it"});
+  expect(complaint("exact | int4 | sample=64 | top_p=0.9"), {"\"top_p\" at character 28", "before it"});
   expect(complaint("exact | int4 | int3 | top_k=4"), {"\"int3\" at character 16", "before it"});
   expect(complaint("exact | int4 | hadamard | top_k=4"), {"\"hadamard\" at character 16", "before it"});
   // A stage takes the place of a preset's, once.
