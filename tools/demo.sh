@@ -129,6 +129,10 @@ ask() {
   ((found))
 }
 
+if (($# > 1)); then
+  printf 'demo: error: one option at most; see --help\n' >&2
+  exit 2
+fi
 case ${1:-} in
   "") ;;
   -h | --help) usage; exit 0 ;;

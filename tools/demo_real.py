@@ -22,7 +22,7 @@ from sluice.evaluation.making import Maker, Texts, constant, niah
 from sluice.evaluation.sources import CODE, PROSE, text_of
 
 POLICIES = ("sluice", "full", "streaming")
-QUESTION_TOKENS = 24  #: read one by one under the policy, and not with the prompt
+QUESTION_TOKENS = 24  #: the last of a prompt, which choose as decoded tokens do
 TEXT = 200_000  #: characters of a text from which a part is taken
 ROW = "  {:<10} {:<10} {:>6} {:>16} {:>11} {:>10} {:>11} {:>10}"
 LEGEND = """

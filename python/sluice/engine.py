@@ -217,14 +217,14 @@ class Engine(Closing):
                stream: Any = None, rehearsed: Any = None, scores: Any = None) -> None:
         """One layer of a forward of this bucket; layers come in order. q, out [rows, q_heads, head_dim], k, v [rows,
         kv_heads, head_dim], lse [rows, q_heads] in f32, with as many rows as the bucket has; with `value_dim` v is None
-        and out [rows, q_heads, value_dim]. `rehearsed`, as q, in
-        every layer but the first of buckets with Features.REHEARSED: what the attention input of the layer before, as
-        that layer has normalised it, gives with this layer's query weights, after RoPE. `scores` [decode_rows or more,
-        kv_heads or 1, max_tokens of the bucket or more] in f32, in every layer without a window of buckets with
-        Features.SCORES: element t of a row is what the model's indexer says of the sequence's token t, for a KV head or
-        for all; row i is of the forward's i-th token that is decoded, in the order of its items, prompts left out.
-        Larger ones are chosen first; -inf comes behind all numbers, NaN behind that; tokens that a row does not see,
-        and rows of policies without the source `scores`, are not looked at."""
+        and out [rows, q_heads, value_dim]. `rehearsed`, as q, in every layer but the first of buckets with
+        Features.REHEARSED: what the attention input of the layer before, as that layer has normalised it, gives with
+        this layer's query weights, after RoPE. `scores` [decode_rows or more, kv_heads or 1, max_tokens of the bucket
+        or more] in f32, in every layer without a window of buckets with Features.SCORES: element t of a row is what the
+        model's indexer says of the sequence's token t, for a KV head or for all; row i is of the forward's i-th token
+        that is decoded, in the order of its items, prompts left out. Larger ones are chosen first; -inf comes behind
+        all numbers, NaN behind that; tokens that a row does not see, and rows of policies without the source `scores`,
+        are not looked at."""
         if layer >> 32:
             raise InvalidArgument(f"layer is {layer}; it must be one of the engine's")
         with self._lock:

@@ -12,7 +12,8 @@ namespace {
 
 std::string described(const AttentionShape& shape) {
   return text(shape.layers) + " layers of " + text(shape.q_heads) + " query heads, " + text(shape.kv_heads) +
-         " KV heads and head_dim " + text(shape.head_dim);
+         " KV heads and head_dim " + text(shape.head_dim) +
+         (shape.latent() ? ", with values that are the first " + text(shape.value_dim) + " elements of keys" : "");
 }
 
 /// Whether keys and values are what the engine's would be.

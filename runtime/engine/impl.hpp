@@ -51,6 +51,7 @@ struct Engine::Impl : cpu::Kept {
                      const TensorView& q);
   [[nodiscard]] Batch plan(std::span<const PlanItem> items, const Bucket& asked, void* stream);
   void attend(const Bucket& asked, LayerId layer, const AttendArgs& args);
+  /// Values of a call are there, and fit; of latent attention there are none.
   void require_values(const TensorView& v, std::uint32_t rows) const;
   /// What a bucket with rehearsed queries wants of a layer is there, and fits.
   void require_rehearsed(const Bucket& bucket, LayerId layer, const TensorView& rehearsed) const;

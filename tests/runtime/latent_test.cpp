@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "sluice/engine.hpp"
+#include "tests/runtime/latents.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
-#include "tests/support/random.hpp"
 #include "tests/support/reference.hpp"
 
 using namespace sluice;
@@ -17,55 +17,8 @@ using namespace sluice::test;
 
 namespace {
 
-constexpr std::uint32_t kLayers = 2;
-constexpr std::uint32_t kTokens = 200;
+constexpr std::uint32_t kLayers = kLatentLayers;
 constexpr std::uint32_t kChunk = 48;
-
-/// Queries and keys of one sequence, at random.
-struct Latents {
-  Latents(std::uint32_t q_heads, std::uint32_t dim, std::uint32_t used, std::uint32_t count = kTokens)
-      : heads(q_heads),
-        head_dim(dim),
-        value_dim(used),
-        tokens(count),
-        q(kLayers * count * q_heads * dim),
-        k(kLayers * count * dim) {
-    Random random(heads * 1000 + head_dim);
-    for (float& x : q) x = static_cast<float>(random.normal());
-    for (float& x : k) x = static_cast<float>(random.normal());
-  }
-
-  std::uint32_t heads, head_dim, value_dim, tokens;
-  std::vector<float> q, k;
-
-  [[nodiscard]] const float* query(std::uint32_t layer, std::uint32_t token) const {
-    return q.data() + (std::size_t{layer} * tokens + token) * heads * head_dim;
-  }
-  [[nodiscard]] const float* key(std::uint32_t layer, std::uint32_t token) const {
-    return k.data() + (std::size_t{layer} * tokens + token) * head_dim;
-  }
-  [[nodiscard]] double score(std::uint32_t layer, std::uint32_t token, std::uint32_t head, std::uint32_t j) const {
-    double dot = 0.0;
-    for (std::uint32_t c = 0; c < head_dim; ++c)
-      dot += double{query(layer, token)[head * head_dim + c]} * key(layer, j)[c];
-    return dot / std::sqrt(double{static_cast<float>(head_dim)});
-  }
-  /// Of one query head over some tokens, in float64: [value_dim], and the log of the sum of exponentials behind it.
-  [[nodiscard]] std::vector<double> attended(std::uint32_t layer, std::uint32_t token, std::uint32_t head,
-                                             const std::set<std::uint32_t>& some) const {
-    double top = -INFINITY, mass = 0.0;
-    for (const std::uint32_t j : some) top = std::max(top, score(layer, token, head, j));
-    std::vector<double> out(value_dim + 1, 0.0);
-    for (const std::uint32_t j : some) {
-      const double weight = std::exp(score(layer, token, head, j) - top);
-      mass += weight;
-      for (std::uint32_t c = 0; c < value_dim; ++c) out[c] += weight * key(layer, j)[c];
-    }
-    for (std::uint32_t c = 0; c < value_dim; ++c) out[c] /= mass;
-    out[value_dim] = top + std::log(mass);
-    return out;
-  }
-};
 
 EngineOptions options_of(const Latents& of, const char* policy = "full",
                          PlacementMode placement = PlacementMode::hybrid) {
@@ -77,7 +30,7 @@ EngineOptions options_of(const Latents& of, const char* policy = "full",
                         .kv_dtype = DType::f32,
                         .host_bytes = 8 * MiB,
                         .placement = placement,
-                        .largest = {.decode_rows = 1, .prefill_rows = kChunk, .prefills = 1, .max_tokens = 256},
+                        .largest = {.decode_rows = 2, .prefill_rows = kChunk, .prefills = 1, .max_tokens = 256},
                         .sequences = 4,
                         .threads = 1,
                         .pin_threads = false,
@@ -92,68 +45,6 @@ EngineOptions replicated(EngineOptions options) {
   options.shape.value_dim = 0;
   return options;
 }
-
-/// Drives a sequence: chunks of the prompt, then tokens one by one. Outputs and log-sums of each layer's last row.
-class Driver {
- public:
-  Driver(Engine& engine, const Latents& of) : engine_(engine), of_(of) {}
-
-  std::vector<float> forward(SequenceId id, std::uint32_t first, std::uint32_t count, bool prefill) {
-    const AttentionShape& shape = engine_.options().shape;
-    Bucket bucket = engine_.options().largest;
-    if (prefill) bucket = {.decode_rows = 0, .prefill_rows = count, .prefills = 1, .max_tokens = 256};
-    if (!prefill) bucket.prefill_rows = bucket.prefills = 0;
-    const PlanItem item{.sequence = id, .tokens = count, .prefill = prefill};
-    const Batch batch = engine_.plan({&item, 1}, bucket, nullptr);
-    std::vector<float> last;
-    std::vector<float> scores(256);
-    for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
-      const std::vector<float> k = keys(layer, first, count);
-      std::vector<float> out(std::size_t{count} * shape.q_heads * shape.out_dim(), 1e30f);
-      std::vector<float> lse(std::size_t{count} * shape.q_heads);
-      for (std::uint32_t j = 0; j <= first; ++j) scores[j] = static_cast<float>(of_.score(layer, first, 0, j));
-      const auto kv = dense_view(k.data(), DType::f32, count, shape.kv_heads, shape.head_dim);
-      engine_.attend(
-          bucket, LayerId{layer},
-          {.q = dense_view(of_.query(layer, first), DType::f32, count, shape.q_heads, shape.head_dim),
-           .k = kv,
-           .v = shape.latent() ? TensorView{} : kv,
-           .out = dense_view(out.data(), DType::f32, count, shape.q_heads, shape.out_dim()),
-           .lse = lse.data(),
-           .scores = bucket.scores ? dense_view(std::as_const(scores).data(), DType::f32, 1, 1, 256) : TensorView{}});
-      for (std::uint32_t h = 0; h < shape.q_heads; ++h) {
-        const float* const row = out.data() + (std::size_t{count - 1} * shape.q_heads + h) * shape.out_dim();
-        last.insert(last.end(), row, row + of_.value_dim);
-        last.push_back(lse[std::size_t{count - 1} * shape.q_heads + h]);
-      }
-    }
-    engine_.finish(batch);
-    return last;
-  }
-  void prompt(SequenceId id, std::uint32_t end) {
-    for (std::uint32_t at = 0; at < end; at += kChunk) (void)forward(id, at, std::min(kChunk, end - at), true);
-  }
-  void import(SequenceId id, std::uint32_t first, std::uint32_t count) {
-    const AttentionShape& shape = engine_.options().shape;
-    for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
-      const std::vector<float> k = keys(layer, first, count);
-      const auto kv = dense_view(k.data(), DType::f32, count, shape.kv_heads, shape.head_dim);
-      engine_.import_prefix(id, LayerId{layer}, kv, shape.latent() ? TensorView{} : kv, nullptr);
-    }
-  }
-
- private:
-  [[nodiscard]] std::vector<float> keys(std::uint32_t layer, std::uint32_t first, std::uint32_t count) const {
-    std::vector<float> k;
-    for (std::uint32_t t = first; t < first + count; ++t) {
-      for (std::uint32_t h = 0; h < engine_.options().shape.kv_heads; ++h)
-        k.insert(k.end(), of_.key(layer, t), of_.key(layer, t) + of_.head_dim);
-    }
-    return k;
-  }
-  Engine& engine_;
-  const Latents& of_;
-};
 
 /// Against float64: heads of a row that attend all of `some`.
 void check_row(const Latents& of, std::uint32_t token, const std::set<std::uint32_t>& some,
@@ -200,9 +91,9 @@ TEST_CASE("latent attention is what float64 makes of keys whose beginnings are v
   const auto [heads, dim, used] = GENERATE(table<std::uint32_t, std::uint32_t, std::uint32_t>(
       {{1, 96, 64}, {7, 48, 48}, {40, 96, 64}, {16, 576, 512}, {128, 576, 512}}));
   CAPTURE(heads, dim, used);
-  const Latents of(heads, dim, used, heads == 128 ? 70 : kTokens);
+  const Latents of(heads, dim, used, heads == 128 ? 70 : 200);
   Engine engine(options_of(of));
-  Driver driver(engine, of);
+  LatentDriver driver(engine, of);
   const SequenceId id = engine.begin(parse_policy("full"));
   check_row(of, 0, {0}, driver.forward(id, 0, 1, true));
   check_row(of, kChunk, up_to(kChunk), driver.forward(id, 1, kChunk, true));
@@ -215,7 +106,7 @@ TEST_CASE("query heads of latent attention that choose attend what those of thei
   const Latents of(64, 96, 64);
   constexpr const char* kPolicy = "scores | top_k=5 | near=0,sinks=2,recent=3";
   Engine engine(options_of(of, kPolicy));
-  Driver driver(engine, of);
+  LatentDriver driver(engine, of);
   const SequenceId id = engine.begin(parse_policy(kPolicy));
   driver.prompt(id, 150);
   // The driver's scores are those of query head 0, for all heads.
@@ -245,9 +136,9 @@ TEST_CASE("latent attention is that of KV heads whose keys are alike, bit by bit
                                  "scores | top_k=12 | near=0,sinks=4,recent=9",
                                  "sluice",
                                  "streaming"};
-  const auto heads = GENERATE(16u, 40u, 64u);
+  const auto [heads, dtype] =
+      GENERATE(table<std::uint32_t, DType>({{16, DType::f32}, {40, DType::bf16}, {64, DType::f32}}));
   const auto placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
-  const auto dtype = GENERATE(DType::f32, DType::bf16);
   const char* const text = GENERATE_COPY(from_range(kPolicies));
   CAPTURE(heads, to_string(placement), to_string(dtype), text);
   const Latents of(heads, 96, 64);
@@ -256,7 +147,7 @@ TEST_CASE("latent attention is that of KV heads whose keys are alike, bit by bit
   options.kv_dtype = dtype;
   const auto told = [&](const EngineOptions& with) {
     Engine engine(with);
-    Driver driver(engine, of);
+    LatentDriver driver(engine, of);
     std::vector<std::vector<float>> all;
     const SequenceId id = engine.begin(policy);
     driver.import(id, 0, 20);
@@ -274,11 +165,47 @@ TEST_CASE("latent attention is that of KV heads whose keys are alike, bit by bit
   CHECK(got == told(replicated(options)));
 }
 
+TEST_CASE("two sequences of latent attention on a stream are each what it is alone and at once",
+          "[engine][latent][stream]") {
+  const char* const text = GENERATE("full", "exact | int4 | sample=12 | near=0,sinks=4,recent=9",
+                                    "scores | top_k=12 | near=0,sinks=4,recent=9");
+  const auto placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
+  CAPTURE(text, to_string(placement));
+  const Latents of(40, 96, 64);
+  const PolicySpec policy = parse_policy(text);
+  const EngineOptions options = options_of(of, text, placement);
+  const auto alone = [&](std::uint32_t tokens) {
+    Engine engine(options);
+    LatentDriver driver(engine, of);
+    const SequenceId id = engine.begin(policy);
+    driver.import(id, 0, 20);
+    for (std::uint32_t at = 20; at < tokens; at += 20) (void)driver.forward(id, at, 20, true);
+    std::vector<std::vector<float>> all;
+    for (std::uint32_t at = tokens; at < tokens + 6; ++at) all.push_back(driver.forward(id, at, 1, false));
+    return all;
+  };
+  const auto longer = alone(100), shorter = alone(40);
+
+  const std::shared_ptr<Device> device = own_device();
+  const std::unique_ptr<Stream> stream = device->create_stream("caller");
+  Engine engine(options, device);
+  LatentDriver driver(engine, of, stream.get());
+  const SequenceId first = engine.begin(policy), second = engine.begin(policy);
+  for (const SequenceId id : {first, second}) driver.import(id, 0, 20);
+  for (std::uint32_t at = 20; at < 100; at += 20) (void)driver.forward(first, at, 20, true);
+  (void)driver.forward(second, 20, 20, true);
+  for (std::uint32_t step = 0; step < 6; ++step) {
+    std::vector<float> both = longer[step];
+    both.insert(both.end(), shorter[step].begin(), shorter[step].end());
+    CHECK(driver.decode({{first, 100 + step}, {second, 40 + step}}) == both);
+  }
+}
+
 TEST_CASE("a key that is no number makes outputs of latent attention none", "[engine][latent]") {
   Latents of(40, 96, 64);
   of.k[std::size_t{30} * 96 + 90] = NAN;  // Of the first layer, behind its value.
   Engine engine(options_of(of));
-  Driver driver(engine, of);
+  LatentDriver driver(engine, of);
   const SequenceId id = engine.begin(parse_policy("full"));
   driver.prompt(id, 40);
   const std::vector<float> got = driver.forward(id, 40, 1, false);
@@ -290,7 +217,7 @@ TEST_CASE("a key that is no number makes outputs of latent attention none", "[en
 TEST_CASE("names find what prompts of latent attention have in common", "[engine][latent]") {
   const Latents of(40, 96, 64);
   Engine engine(options_of(of));
-  Driver driver(engine, of);
+  LatentDriver driver(engine, of);
   std::vector<std::int32_t> ids(64);
   for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>(i * 3 % 17);
   const PolicySpec full = parse_policy("full");
@@ -341,10 +268,22 @@ TEST_CASE("what latent attention does without is refused by name", "[engine][lat
   }
 
   Engine engine(options_of(of));
-  Driver driver(engine, of);
+  LatentDriver driver(engine, of);
   const SequenceId id = engine.begin(parse_policy("full"));
   driver.prompt(id, 20);
   CHECK(refusal_of([&] { (void)engine.park_bytes(id); }).text.find("latent attention") != std::string::npos);
+  // Nor does what was parked with values of their own come in.
+  const EngineOptions plain = with([](auto& o) { o.shape.q_heads = 20, o.shape.value_dim = 0; });
+  const Latents other(20, 96, 96);
+  Engine parking(plain);
+  const SequenceId kept = parking.begin(parse_policy("full"));
+  LatentDriver(parking, other).prompt(kept, 20);
+  std::vector<std::byte> area(parking.park_bytes(kept));
+  parking.park(kept, area);
+  Engine latent(with([](auto& o) { o.shape.q_heads = 20; }));
+  const Refusal refusal = refusal_of([&] { (void)latent.resume(area); });
+  CHECK(refusal.code == Errc::invalid_argument);
+  CHECK(refusal.text.find("values that are the first 64 elements of keys") != std::string::npos);
   const auto kv = dense_view(of.k.data(), DType::f32, 1, 1, 96);
   CHECK(refusal_of([&] { engine.import_prefix(id, LayerId{0}, kv, kv, nullptr); }).text.find("v is given") !=
         std::string::npos);

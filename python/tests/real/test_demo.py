@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from test_smollm2 import MODEL
 
 DEMO = Path(__file__).parents[3] / "tools" / "demo_real.py"
