@@ -121,6 +121,29 @@ TEST_CASE("copies go both ways, from pinned and from ordinary memory", "[cuda_de
   REQUIRE(std::memcmp(pinned->data(), from.data(), 1 * MiB) == 0);
 }
 
+TEST_CASE("CUDA memory is filled to the byte, behind what was queued before", "[cuda_device][stream]") {
+  const auto device = make_cuda_device();
+  const auto stream = device->create_stream("s");
+  const auto near = device->allocate(8 * KiB);
+  std::vector<std::byte> wanted(8 * KiB, std::byte{0xee});
+  std::vector<std::byte> found(wanted.size());
+  copy(*stream, near->data(), wanted.data(), wanted.size());
+  for (const auto& [at, bytes] : {std::pair{0u, 0u}, {1u, 1u}, {3u, 2u}, {7u, 17u}, {129u, 4097u}, {8191u, 1u}}) {
+    const auto value = static_cast<std::byte>(bytes);
+    stream->fill({near->data() + at, bytes}, value);
+    std::fill_n(wanted.begin() + at, bytes, value);
+  }
+  copy(*stream, found.data(), near->data(), found.size());
+  stream->synchronize(soon());
+  REQUIRE(found == wanted);
+  const auto pinned = device->allocate_pinned(5);  // A copy that is queued behind a fill reads what it left.
+  stream->fill({pinned->data() + 1, 3}, std::byte{9});
+  copy(*stream, near->data(), pinned->data(), 5);
+  copy(*stream, found.data(), near->data(), 5);
+  stream->synchronize(soon());
+  for (std::size_t i = 0; i < 5; ++i) REQUIRE(found[i] == (i == 0 || i == 4 ? std::byte{0} : std::byte{9}));
+}
+
 TEST_CASE("the array of a CUDA copy batch may go at once", "[cuda_device][stream]") {
   const auto device = make_cuda_device();
   const auto stream = device->create_stream("s");

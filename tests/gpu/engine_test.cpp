@@ -311,3 +311,17 @@ TEST_CASE("a replayed forward is traced, and attends what it does without", "[en
   rig.synchronize();
   REQUIRE(engine.stats().unplanned == last + 1);
 }
+
+TEST_CASE("an engine of latent attention is refused by name on a GPU", "[engine][gpu]") {
+  const EngineRig rig = engine_rig();
+  const AttentionShape shape{.layers = 2, .q_heads = 4, .kv_heads = 1, .head_dim = 96, .value_dim = 64};
+  const EngineOptions options = graph_options(shape, 4, 0);
+  std::string refusal;
+  try {
+    const Engine engine(options, rig.device);
+  } catch (const Error& error) {
+    refusal = error.what();
+  }
+  CAPTURE(refusal);
+  REQUIRE(refusal.find("value_dim 64") != std::string::npos);
+}
