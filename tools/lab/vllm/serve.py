@@ -140,6 +140,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--answer", type=size, default=128, help="tokens (%(default)s)")
     parser.add_argument("--log", type=Path, help="a file for what the server prints")
     wants = parser.parse_args(words)
+    # What ends this command by a signal, such as timeout(1), ends its server, too, which has most of a GPU's memory.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results = Results("serve", wants.out)
     with tempfile.TemporaryDirectory(prefix="sluice-serve.") as made:
         folder = Path(made)

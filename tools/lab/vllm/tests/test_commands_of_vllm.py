@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +183,26 @@ def test_requests_that_fail_are_not_measured(tmp_path: Path, monkeypatch: pytest
 def test_a_server_that_does_not_start(run: Run) -> None:
     with pytest.raises(RuntimeError, match="(?s)the server does not answer; --log .*there is no option polcy"):
         run(serve.main, "--option", "polcy=full", model=SMOLLM2)
+
+
+def test_a_command_that_is_terminated_ends_its_server(tmp_path: Path) -> None:
+    told = tmp_path / "server"
+    server = (f"import os, pathlib, time; file = pathlib.Path({str(told)!r}); part = file.with_suffix('.part'); "
+              "part.write_text(str(os.getpid())); part.rename(file); time.sleep(600)")
+    command = ("import sys, serve; "
+               f"serve.server_words = lambda wants, port: [sys.executable, '-c', {server!r}]; serve.main(['--model', '.'])")
+    with subprocess.Popen([sys.executable, "-c", command], cwd=Path(serve.__file__).parent) as process:
+        try:
+            ends = time.monotonic() + 120
+            while not told.exists() and time.monotonic() < ends:
+                assert process.poll() is None
+                time.sleep(0.1)
+            process.terminate()
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
 
 
 def test_the_cause_of_a_server_that_ended() -> None:
