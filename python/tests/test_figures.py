@@ -102,6 +102,17 @@ def test_equal_answers() -> None:
             assert [cell] == ([equal_answers(row) for row in rows] or ["-"])
 
 
+def test_quantized_checkpoints() -> None:
+    rows = {(row["checkpoint"], row["policy"]): row for row in raw("quantized_h200.json")["rows"]}
+    shown = table("docs/serving.md", "checkpoint | KL of")
+    assert {name for name, _ in rows} == set(shown)
+    for name, cells in shown.items():
+        full, sluice = rows[name, "full"], rows[name, "sluice"]
+        assert cells == [f"{full['kl_mean']:.4f}", f"{sluice['kl_mean']:.4f}",
+                         f"{full['same_token']:.1%}, {sluice['same_token']:.1%}",
+                         ", ".join(f"{row['same_answer'] * row['prompts']:.0f} of {row['prompts']}" for row in (full, sluice))]
+
+
 # ---- speed
 
 

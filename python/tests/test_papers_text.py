@@ -71,20 +71,26 @@ def test_flexprefill_is_said_to_do_what_it_did() -> None:
     said(f"changes coverage in one piece by {max(covered) - min(covered):.3f} at most")
 
 
-def test_prompts_of_a_real_checkpoint() -> None:
-    rows = {row["prefill"]: row for row in raw("flex_smollm2.json")["rows"]}
+def test_prompts_of_real_checkpoints() -> None:
+    columns = [[row for row in raw(name)["rows"] if row["tokens"] == tokens] for name, tokens in
+               (("flex_smollm2.json", 4096), ("flex_qwen_h200.json", 8192), ("flex_qwen_h200.json", 30000))]
     shown = [line for line in section("FlexPrefill").partition("| prompts |")[2].partition("\n\n")[0].splitlines()[2:]]
-    assert len(shown) == len(rows)
+    assert {len(column) for column in columns} == {len(shown), 2 * len(shown)}
     for line in shown:
         name, *cells = [cell.strip(" `") for cell in line.strip("|").split("|")]
-        row = rows[{"dense": "full"}.get(name, name.replace(" --lines", "+lines"))]
-        assert cells == [f"{row['prompt_blocks']:.0%}", figure(row["kl_over_floor"]), f"{row['perplexity_ratio']:.3f}"]
-    lines, packed = rows["flexprefill@0.9+lines"], rows["flexprefill@0.9"]
-    assert round(packed["kl_mean"] / lines["kl_mean"]) == 12 and "it is twelve times as near" in section("FlexPrefill")
-    more = lines["prompt_blocks"] / packed["prompt_blocks"]
-    assert f"computes {more:.1f}\ntimes as many blocks" in section("FlexPrefill")
-    few, many = rows["flexprefill@0.6+lines"], rows["flexprefill@0.98"]
-    assert few["prompt_blocks"] < many["prompt_blocks"] and few["kl_mean"] < many["kl_mean"]
+        for cell, column in zip(cells, columns, strict=True):
+            rows = [row for row in column if row["prefill"] == {"dense": "full"}.get(name, name.replace(" --lines", "+lines"))]
+            assert [row["of"] for row in rows] in (["prose"], ["prose", "code"])
+            assert cell == "; ".join([", ".join(figure(row["kl_over_floor"]) for row in rows),
+                                      ", ".join(f"{row['prompt_blocks']:.0%}" for row in rows)])
+    pairs = [[row for name in ("flexprefill@0.9", "flexprefill@0.9+lines") for row in column
+              if (row["prefill"], row["of"]) == (name, of)] for column in columns
+             for of in ("prose", "code") if any(row["of"] == of for row in column)]
+    nearer = [packed["kl_mean"] / lines["kl_mean"] for packed, lines in pairs]
+    more = [lines["prompt_blocks"] / packed["prompt_blocks"] for packed, lines in pairs]
+    said = " ".join(section("FlexPrefill").split())
+    assert f"it is {min(nearer):.0f} to {max(nearer):.0f} times as near to dense attention" in said
+    assert f"computes {min(more):.1f} to {max(more):.1f} times as many blocks" in said
 
 
 def test_psa_beside_arkvale() -> None:
