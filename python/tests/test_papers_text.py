@@ -112,6 +112,9 @@ def test_psa_beside_arkvale() -> None:
         share = "100%" if name == "dense" else f"{rows[name]['attended']:.0%}"
         assert cells == [str(rows[name]["right"]), share] and rows[name]["prompts"] == 32
     (arkvale_under, arkvale), (psa_under, psa) = equal_accuracy("arkvale"), equal_accuracy("psa")
+    served = raw("psa_serve_cpu.json")["rows"]
+    assert "2, 6 and 6 requests at a time" in section("PSA") and [row["largest_batch"] for row in served] == [2, 6, 6]
+    assert [rows[row["policy"]]["right"] >= 0.98 * rows["dense"]["right"] for row in served] == [True] * 3
     assert f"lies between {arkvale_under / psa:.1f} and {arkvale / psa_under:.1f}." in section("PSA")
 
 
