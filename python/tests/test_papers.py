@@ -108,13 +108,10 @@ FLEXPREFILL: dict[str, Callable[[], list[str]]] = {
     "x dense, gamma 0.95, chunks of 8,192": lambda: faster("flexprefill@0.95", CHUNKS),
     "x dense, gamma 0.95, auto, chunks of 8,192": lambda: faster("auto@0.95", CHUNKS),
     "x dense, gamma 0.9, one piece": lambda: faster("flexprefill@0.9", ONE),
-    "x dense, gamma 0.9, chunks of 8,192": lambda: faster("flexprefill@0.9", CHUNKS),
     "blocks computed, gamma 0.95, one piece": lambda: both("flexprefill@0.95", ONE, "blocks_share", "{:.1%}".format),
     "coverage, gamma 0.95, one piece": lambda: both("flexprefill@0.95", ONE, "coverage_mean", "{:.2f}".format),
     "MInference, x dense, one piece": lambda: faster(MINFERENCE, ONE),
-    "MInference, x dense, chunks of 8,192": lambda: faster(MINFERENCE, CHUNKS),
     "MInference, coverage, one piece": lambda: both(MINFERENCE, ONE, "coverage_mean", "{:.2f}".format),
-    "MInference, coverage, chunks of 8,192": lambda: both(MINFERENCE, CHUNKS, "coverage_mean", "{:.2f}".format),
 }
 
 # ---- PSA

@@ -36,7 +36,7 @@ def test_k_of_lfps() -> None:
     assert "about 400, 710, 1,740 and 2,290\nkeys per query head" in PAGE
     assert f"k = 2% is {faster_than_topk('2%')} times as fast as exact top-k" in PAGE
     paper = "4.3, 8.1, 14.7, up to 22.8"
-    assert f"| {paper} |" in section("LFPS") and "k = 128 is as fast as the paper from 16K tokens\non." in PAGE
+    assert f"| {paper} |" in section("LFPS") and "k = 128 is as fast as the paper from 16K\ntokens on." in PAGE
     own, theirs = ([float(cell.removeprefix("up to ")) for cell in cells.split(", ")]
                    for cells in (faster_than_topk(128), paper))
     assert own[0] < theirs[0] and all(a >= b for a, b in zip(own[1:], theirs[1:], strict=True))
@@ -53,7 +53,7 @@ def test_bypass_of_a_real_checkpoint() -> None:
     for name, *cells in shown:
         row = rows[name]
         share = 100 * row["bypassed"]
-        assert cells == [f"{share:.1f}%" if share else "0%", figure(row["kl_over_floor"]), f"{row['coverage']:.2f}"]
+        assert cells == [f"{share:.1f}%" if share else "0%", figure(row["kl_over_floor"])]
     lowest, highest = rows["lfps | bypass=off"]["kl_mean_95"]
     assert all(lowest < rows[cells[0]]["kl_mean"] < highest for cells in shown)
 
@@ -107,7 +107,7 @@ def test_psa_beside_arkvale() -> None:
     rows = {row["policy"]: row for row in raw("psa_arkvale.json")["rows"] if row["policy"] != "full"}
     table = section("PSA").partition("| policy |")[2].partition("\n\n")[0].splitlines()[2:]
     shown = [[cell.strip(" `") for cell in line.strip(" |").split("|")] for line in table]
-    assert [name for name, *_ in shown] == list(rows)
+    assert [name for name, *_ in shown] == [name for name in rows if not name.endswith(("=1024", "=1280"))]
     for name, *cells in shown:
         share = "100%" if name == "dense" else f"{rows[name]['attended']:.0%}"
         assert cells == [str(rows[name]["right"]), share] and rows[name]["prompts"] == 32
