@@ -110,7 +110,7 @@ def test_policies_by_head() -> None:
         (found,) = [each for each in row["bounds"] if (each["by"], each["bound"]) == (by, bound)]
         return {**found, **{each["policy"] + " alone": each for each in found["alone"]}}
 
-    shown = table("docs/accuracy.md", "model, tokens, bound")
+    shown, nearer = table("docs/accuracy.md", "model, tokens, bound"), []
     for name, cells in shown.items():
         model, tokens, bound = name.split(", ")
         wanted = {"SmolLM2": "smollm2", "Qwen2.5": "qwen05"}[model], {"4K": 4096, "8K": 8000}[tokens]
@@ -123,15 +123,17 @@ def test_policies_by_head() -> None:
         given = ", ".join(f"{100 * mean(each['shares'][policy] for each in found):.0f}" for policy in HEADS)
         assert cells == [f"{given}%", f"{figure(routed[0])}; {routed[1]:.0f}; {routed[2] / 1024:.0f}",
                          *(f"{figure(alone[0])}; {alone[2] / 1024:.0f}" for alone in (history, sample))]
-        assert sample[0] < routed[0] and sample[1] == pytest.approx(routed[1], rel=0.05)
-    assert set(shown) == {f"{model}, {bound}" for bound in ("10%", "20%") for model in
-                          ("SmolLM2, 4K", "SmolLM2, 8K", "Qwen2.5, 4K") if "8K" not in model or
-                          any(row["tokens"] == 8000 for row in rows)}
+        assert sample[1] == pytest.approx(routed[1], rel=0.05)
+        nearer.append(sample[0] < routed[0])
+    assert list(shown) == [f"{model}, {bound}" for model in ("SmolLM2, 4K", "SmolLM2, 8K", "Qwen2.5, 4K")
+                           for bound in ("10%", "20%")]
+    assert sorted(nearer) == [False] + 5 * [True]
     text = " ".join((ROOT / "docs/accuracy.md").read_text().split())
+    assert "is nearer in five of six rows" in text
     look = [100 * row["look_s"] / row["prompt_s"] for row in rows]
     same = [100 * part(row, bound)["same_policy_later"] for row in rows for bound in (0.1, 0.2, 0.4)]
     assert f"The look takes {min(look):.0f} to {max(look):.0f}% of the prompt's time" in text
-    assert f"{min(same):.0f} to {max(same):.0f}% of the heads would have got the same policy" in text
+    assert f"{min(same):.0f} to {max(same):.0f}% of the heads got the same policy" in text
 
 
 # ---- speed

@@ -17,6 +17,7 @@ from router import LOOK, Budgets, Look, look, step
 from transformers import LlamaConfig, LlamaForCausalLM
 
 KV, GROUP, DIM = 2, 3, 16
+torch.set_num_threads(1)  # Tensors are small: threads would only wait for each other.
 
 
 def rows_of(tokens: int, rows: int, group: int = GROUP, seed: int = 0) -> Rows:
