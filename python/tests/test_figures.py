@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,44 @@ def test_quantized_checkpoints() -> None:
         assert cells == [f"{full['kl_mean']:.4f}", f"{sluice['kl_mean']:.4f}",
                          f"{full['same_token']:.1%}, {sluice['same_token']:.1%}",
                          ", ".join(f"{row['same_answer'] * row['prompts']:.0f} of {row['prompts']}" for row in (full, sluice))]
+
+
+HEADS = ("bypass", "streaming", "history", "sample")
+
+
+def test_policies_by_head() -> None:
+    rows = [json.loads(line) for line in (DATA / "routing.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "model" in row]
+    mean = statistics.fmean
+
+    def part(row: dict, bound: float, by: str = "query head") -> dict:
+        (found,) = [each for each in row["bounds"] if (each["by"], each["bound"]) == (by, bound)]
+        return {**found, **{each["policy"] + " alone": each for each in found["alone"]}}
+
+    shown, nearer = table("docs/accuracy.md", "model, tokens, bound"), []
+    for name, cells in shown.items():
+        model, tokens, bound = name.split(", ")
+        wanted = {"SmolLM2": "smollm2", "Qwen2.5": "qwen05"}[model], {"4K": 4096, "8K": 8000}[tokens]
+        windows = [row for row in rows if (row["model"], row["tokens"]) == wanted]
+        found = [part(row, float(bound.strip("%")) / 100) for row in windows]
+        floor = mean(row["floor"] for row in windows)
+        routed, history, sample = (
+            [mean(each["kl"] for each in of) / floor, *(mean(each[key] for each in of) for key in ("tokens", "bytes"))]
+            for of in (found, *([each[f"{policy} alone"] for each in found] for policy in ("history", "sample"))))
+        given = ", ".join(f"{100 * mean(each['shares'][policy] for each in found):.0f}" for policy in HEADS)
+        assert cells == [f"{given}%", f"{figure(routed[0])}; {routed[1]:.0f}; {routed[2] / 1024:.0f}",
+                         *(f"{figure(alone[0])}; {alone[2] / 1024:.0f}" for alone in (history, sample))]
+        assert sample[1] == pytest.approx(routed[1], rel=0.05)
+        nearer.append(sample[0] < routed[0])
+    assert list(shown) == [f"{model}, {bound}" for model in ("SmolLM2, 4K", "SmolLM2, 8K", "Qwen2.5, 4K")
+                           for bound in ("10%", "20%")]
+    assert sorted(nearer) == [False] + 5 * [True]
+    text = " ".join((ROOT / "docs/accuracy.md").read_text().split())
+    assert "is nearer in five of six rows" in text
+    look = [100 * row["look_s"] / row["prompt_s"] for row in rows]
+    same = [100 * part(row, bound)["same_policy_later"] for row in rows for bound in (0.1, 0.2, 0.4)]
+    assert f"The look takes {min(look):.0f} to {max(look):.0f}% of the prompt's time" in text
+    assert f"{min(same):.0f} to {max(same):.0f}% of the heads got the same policy" in text
 
 
 # ---- speed

@@ -70,8 +70,6 @@ def kl(policy: str) -> str:
 LFPS: dict[str, Callable[[], str]] = {
     "x exact top-k at 4K, 16K, 64K, 128K": lambda: list_of(core("lfps_sweep_mha", "speedup_over_topk"), 1),
     "x dense, likewise": lambda: list_of(core("lfps_sweep_mha", "speedup_over_dense"), 1),
-    "x dense, four query heads per KV head": lambda: list_of(core("lfps_sweep", "speedup_over_dense"), 1),
-    "x exact top-k, four query heads per KV head": lambda: list_of(core("lfps_sweep", "speedup_over_topk"), 1),
     "keys scored, alpha 0.1, at 4K, 128K": lambda: "{0:.1%}, {3:.1%}".format(
         *core("lfps_alpha", "expanded_share", "lfps:alpha=0.1")),
     "8 sequences, whole model": lambda: f"{served('hybrid/lfps'):.0f} tokens/s on 16 cores",
@@ -110,13 +108,10 @@ FLEXPREFILL: dict[str, Callable[[], list[str]]] = {
     "x dense, gamma 0.95, chunks of 8,192": lambda: faster("flexprefill@0.95", CHUNKS),
     "x dense, gamma 0.95, auto, chunks of 8,192": lambda: faster("auto@0.95", CHUNKS),
     "x dense, gamma 0.9, one piece": lambda: faster("flexprefill@0.9", ONE),
-    "x dense, gamma 0.9, chunks of 8,192": lambda: faster("flexprefill@0.9", CHUNKS),
     "blocks computed, gamma 0.95, one piece": lambda: both("flexprefill@0.95", ONE, "blocks_share", "{:.1%}".format),
     "coverage, gamma 0.95, one piece": lambda: both("flexprefill@0.95", ONE, "coverage_mean", "{:.2f}".format),
     "MInference, x dense, one piece": lambda: faster(MINFERENCE, ONE),
-    "MInference, x dense, chunks of 8,192": lambda: faster(MINFERENCE, CHUNKS),
     "MInference, coverage, one piece": lambda: both(MINFERENCE, ONE, "coverage_mean", "{:.2f}".format),
-    "MInference, coverage, chunks of 8,192": lambda: both(MINFERENCE, CHUNKS, "coverage_mean", "{:.2f}".format),
 }
 
 # ---- PSA
@@ -155,7 +150,14 @@ def equal_accuracy(method: str) -> tuple[float, float]:
             min(row["attended"] for row in own if row["right"] >= 0.98 * dense))
 
 
+def decoded_on_a_cpu() -> str:
+    rows = raw("psa_serve_cpu.json")["rows"]
+    decoded = list_of((1000 * row["largest_batch"] / row["decode_p50_ms"] for row in rows), 0, "; ")
+    return f"{decoded} (with prompts {list_of((row['answer_tokens_per_s'] for row in rows), 1, '; ')})"
+
+
 PSA: dict[str, Callable[[], str]] = {
+    "decoded tokens/s with the next row's budgets: dense; psa; ArkVale": decoded_on_a_cpu,
     "tokens attended at 98% of dense accuracy, less than ArkVale": lambda: (
         f"{equal_accuracy('arkvale')[1] / equal_accuracy('psa')[1]:.1f} times"),
     "requests/s within the limits, x dense, psa": lambda: serving("stream/psa"),
