@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from test_figures import figure, raw, reports
-from test_papers import CHUNKS, ONE, PAGE, SECTIONS, equal_accuracy, held, near, prompt, rows_of, section, tactic_512k
+from test_papers import CHUNKS, ONE, PAGE, SECTIONS, equal_accuracy, held, near, prompt, rows_of, section, selectors, tactic_512k
 
 
 def test_k_of_lfps() -> None:
@@ -107,6 +107,8 @@ def test_shares_that_are_given_as_reasons() -> None:
         assert f"{served_of[policy]['attended_share']:.0%} of" in reasons[row][2]
     (quest,) = [row for row in reports(raw("lfps_h200.json"), "decode") if row["method"] == "hybrid/quest"]
     assert f"{quest['attended_share']:.0%} of" in reasons["the same, x Quest"][2]
+    chosen = reasons["KL x floor: quest; pruned; twilight; Double Sparsity; pruned"]
+    assert chosen[2] == "attended: " + ", ".join(f"{row['attended']:.0%}" for row in selectors())
     share = near("quest_8192_h200.json", "tactic | int4", 131072, 16, "near_share")
     assert f"{share:.0%} are attended" == reasons["the same, 128K"][2]
     assert f"{float(tactic_512k('1', 'near').strip('%')):.0f}% are attended" == reasons["the same, 512K"][2]
