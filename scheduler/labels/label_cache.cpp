@@ -108,7 +108,7 @@ void LabelCache::score(const float* q, std::uint32_t begin, std::uint32_t end, f
   }
 }
 
-/// To the scratch's scores. Threads that a call which times out leaves behind have copies of what is on its frame.
+/// To the scratch's scores.
 void LabelCache::score_all(const LabelQuery& query, KvReader& kv) const {
   Scratch& scratch = scratch_of_thread();
   const std::uint32_t count = query.end - query.begin;
@@ -118,7 +118,7 @@ void LabelCache::score_all(const LabelQuery& query, KvReader& kv) const {
     std::iota(scratch.tokens.begin(), scratch.tokens.end(), query.begin);
     return kv.score(query.q, scratch.tokens, scratch.scores.data());
   }
-  const auto block = [this, query, &scratch](std::uint32_t b) {
+  const auto block = [&](std::uint32_t b) {
     const std::uint32_t first = query.begin + b * kBlock;
     score(query.q, first, std::min(first + kBlock, query.end),
           scratch.scores.data() + std::size_t{b} * kBlock * group_);
@@ -143,12 +143,12 @@ void LabelCache::propose(const LabelQuery& query, KvReader& kv, std::span<TokenS
 
   Scratch& scratch = scratch_of_thread();
   scratch.best.resize(group_);
-  const auto find = [group = group_, query, count, &scratch](std::uint32_t h) {
+  const auto find = [&](std::uint32_t h) {
     if (((query.heads >> h) & 1) == 0) return;
     Scratch::Best& best = scratch.best[h];
     best.values.resize(count);
     best.places.resize(query.most);
-    for (std::uint32_t i = 0; i < count; ++i) best.values[i] = scratch.scores[std::size_t{i} * group + h];
+    for (std::uint32_t i = 0; i < count; ++i) best.values[i] = scratch.scores[std::size_t{i} * group_ + h];
     (void)select_top_k(best.values.data(), count, query.most, best.places.data());
   };
   if (count <= kBlock) {
