@@ -202,6 +202,8 @@ struct RowShape {
 
 /// Tokens that each query head may keep of n visible ones: max(min_tokens, share * n), at most n.
 [[nodiscard]] std::uint32_t budget_tokens(const BudgetOptions& budget, std::uint32_t n) noexcept;
+/// Tokens that each query head may choose by labels of n visible ones, likewise.
+[[nodiscard]] std::uint32_t budget_tokens(const LabelOptions& options, std::uint32_t n) noexcept;
 /// Pages that each query head may rank of `pages` full ones.
 [[nodiscard]] std::uint32_t budget_pages(const PageSourceOptions& options, std::uint32_t pages,
                                          std::uint32_t page_tokens) noexcept;

@@ -11,7 +11,7 @@
 namespace sluice {
 
 /// Which tokens might matter? Sources unite.
-enum class Source : std::uint8_t {
+enum class Source : std::uint16_t {
   all = 1,        ///< every token, unscored
   exact = 2,      ///< every token, estimated: the oracle
   history = 4,    ///< LFPS vertical and slash tables (arXiv 2506.15704, sections 4.2 and 4.4)
@@ -20,6 +20,7 @@ enum class Source : std::uint8_t {
   lsh = 32,       ///< tokens whose hash meets the query's in enough tables (MagicPIG, arXiv 2410.16179)
   snapshot = 64,  ///< what a prompt's last queries attended most, and all that is generated (SnapKV, arXiv 2404.14469)
   scores = 128,   ///< every token, by scores that the caller of `attend` brings, such as a trained indexer's
+  labels = 256,   ///< the best tokens by q.k over a few channels of it (Double Sparsity, arXiv 2408.07092)
 };
 
 /// How much does each candidate matter?
@@ -27,7 +28,6 @@ enum class Estimate : std::uint8_t {
   exact,     ///< q.k of the key itself
   int4,      ///< q.k of a 4-bit copy of it (Twilight, arXiv 2502.02770 section 4.2)
   int3,      ///< q.k of a 3-bit copy of it; with top_k, top_p and sample of `exact` alone
-  channels,  ///< q.k over a few channels of it; with top_k (Double Sparsity, arXiv 2408.07092)
   hadamard,  ///< by 2 bits of each channel of its Hadamard transform; with top_k (Adamas, arXiv 2510.18413)
   skewed,    ///< q.k over a few channels of both, turned so that few say most; with within (InfiniGen, OSDI 2024)
 };
@@ -138,6 +138,17 @@ struct SnapshotOptions {
   friend bool operator==(const SnapshotOptions&, const SnapshotOptions&) = default;
 };
 
+/// The labels of a key are its channels that matter most to a prompt: those whose products |q * k| are largest, on the
+/// average over the prompt's newest 32 queries and all its keys. Each query head ranks all tokens that are not attended
+/// anyway by their labels.
+struct LabelOptions {
+  std::uint32_t channels = 16;  ///< of a label; all there are, if fewer. [1, 256]
+  /// Tokens per query head: max(min_tokens, share * visible tokens).
+  std::uint32_t min_tokens = 64;  ///< [1, 2^31)
+  float share = 0.0625f;          ///< [0, 1]
+  friend bool operator==(const LabelOptions&, const LabelOptions&) = default;
+};
+
 /// How many candidates each query head keeps.
 struct BudgetOptions {
   BudgetKind kind = BudgetKind::top_k;
@@ -204,15 +215,15 @@ struct BypassGuards {
 /// A sparse-attention policy as a value: one choice per stage of the pipeline.
 struct PolicySpec {
   std::string name;           ///< preset it came from
-  std::uint8_t sources = 0;   ///< bits of Source; 0: near tokens only (StreamingLLM)
+  std::uint16_t sources = 0;  ///< bits of Source; 0: near tokens only (StreamingLLM)
   HistoryOptions history;     ///< read if sources has `history`; local_tokens by a bypass, too
   PageSourceOptions pages;    ///< read if sources has `pages`
   ClusterOptions clusters;    ///< read if sources has `clusters`
   LshOptions lsh;             ///< read if sources has `lsh`
   SnapshotOptions snapshot;   ///< read if sources has `snapshot`
+  LabelOptions labels;        ///< read if sources has `labels`
   Estimate estimate = Estimate::exact;
-  std::uint32_t label_channels = 16;  ///< read if the estimate is `channels`; all there are, if fewer. [1, 256]
-  float skewed_share = 0.2f;          ///< read if the estimate is `skewed`: of a key's channels, one at least. (0, 1]
+  float skewed_share = 0.2f;  ///< read if the estimate is `skewed`: of a key's channels, one at least. (0, 1]
   /// Tokens are chosen by the query that the attention input of the layer before gives with this layer's weights, which
   /// is known before the layer begins; attention itself is with the layer's own query. With `within`.
   bool rehearsed = false;
@@ -237,16 +248,16 @@ struct PolicySpec {
     return layer < dense_layers || (dense_every != 0 && layer % dense_every == 0);
   }
 
-  [[nodiscard]] bool uses(Source source) const noexcept { return (sources & static_cast<std::uint8_t>(source)) != 0; }
+  [[nodiscard]] bool uses(Source source) const noexcept { return (sources & static_cast<std::uint16_t>(source)) != 0; }
   friend bool operator==(const PolicySpec&, const PolicySpec&) = default;
 };
 
 /// Reads a policy:
 ///
 ///   policy  = (preset [":" options] | source {"+" source}) {"|" stage}
-///   source  = ("all" | "exact" | "history" | "pages" | "clusters" | "lsh" | "snapshot" | "scores" | "none")
-///             [":" options]
-///   stage   = "int4" | "int3" | "channels=" CHANNELS | "hadamard" | "skewed=" SHARE | "rehearsed" | "top_k=" COUNT
+///   source  = ("all" | "exact" | "history" | "pages" | "clusters" | "lsh" | "snapshot" | "labels" | "scores"
+///           | "none") [":" options]
+///   stage   = "int4" | "int3" | "hadamard" | "skewed=" SHARE | "rehearsed" | "top_k=" COUNT
 ///           | "top_p=" SHARE | "fitted=" SHARE | "progressive=" SHARE ["," options] | "sampled"
 ///           | "verified=" SHARE ["," options] | "within=" LOGITS ["," options]
 ///           | "sample=" COUNT ["," options] | "far=" COUNT

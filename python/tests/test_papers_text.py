@@ -7,7 +7,7 @@ from statistics import median
 
 from test_figures import figure, raw, reports
 from test_papers import (CHUNKS, ONE, PAGE, SECTIONS, equal_accuracy, held, list_of, near, prompt, rows_of, section,
-                         tactic_512k)
+                         selectors, tactic_512k)
 
 
 def faster_than_topk(k: int | str) -> str:
@@ -132,6 +132,8 @@ def test_shares_that_are_given_as_reasons() -> None:
         assert f"{served_of[policy]['attended_share']:.0%} of" in reasons[row][2]
     (quest,) = [row for row in reports(raw("lfps_h200.json"), "decode") if row["method"] == "hybrid/quest"]
     assert f"{quest['attended_share']:.0%} of" in reasons["the same, x Quest"][2]
+    chosen = reasons["KL x floor: quest; pruned; twilight; Double Sparsity; pruned"]
+    assert chosen[2] == "attended: " + ", ".join(f"{row['attended']:.0%}" for row in selectors())
     share = near("quest_8192_h200.json", "tactic | int4", 131072, 16, "near_share")
     assert f"{share:.0%} are attended" == reasons["the same, 128K"][2]
     assert f"{float(tactic_512k('1', 'near').strip('%')):.0f}% are attended" == reasons["the same, 512K"][2]

@@ -2,16 +2,19 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <numeric>
 
 #include "scheduler/labels/bf16.hpp"
 #include "scheduler/labels/key_blocks.hpp"
+#include "sluice/step/top_k.hpp"
+#include "sluice/units.hpp"
 
 namespace sluice::scheduler {
 namespace {
 
-constexpr std::uint32_t kMostChannels = 256;  ///< PolicySpec::label_channels, at most
+constexpr std::uint32_t kMostChannels = 256;  ///< LabelOptions::channels, at most
 
 /// Rows with anything that is not finite say nothing about any channel.
 void add_absolutes(const float* row, std::vector<double>& sums) {
@@ -19,13 +22,31 @@ void add_absolutes(const float* row, std::vector<double>& sums) {
   for (std::size_t c = 0; c < sums.size(); ++c) sums[c] += std::abs(static_cast<double>(row[c]));
 }
 
+/// Tokens that one thread scores at a time, and that are too few to share.
+constexpr std::uint32_t kBlock = 4'096;
+
+/// What one proposal needs and nothing after it.
+struct Scratch {
+  struct Best {
+    std::vector<float> values;
+    std::vector<std::uint32_t> places;
+  };
+  std::vector<float> scores;          ///< [tokens, group]
+  std::vector<std::uint32_t> tokens;  ///< scored by their keys: there are no labels
+  std::vector<Best> best;             ///< [group]
+};
+
+Scratch& scratch_of_thread() {
+  thread_local Scratch scratch;
+  return scratch;
+}
+
+std::uint32_t lowest(std::uint32_t heads) noexcept { return static_cast<std::uint32_t>(std::countr_zero(heads)); }
+
 }  // namespace
 
 LabelCache::LabelCache(std::uint32_t channels, const AttentionShape& shape)
-    : wanted_(std::min({channels, shape.head_dim, kMostChannels})),
-      group_(shape.group()),
-      head_dim_(shape.head_dim),
-      scale_(shape.score_scale()) {}
+    : wanted_(std::min({channels, shape.head_dim, kMostChannels})), group_(shape.group()), head_dim_(shape.head_dim) {}
 
 void LabelCache::begin(const PromptContext& prompt) {
   if (prompt.tokens == 0) return;
@@ -66,26 +87,78 @@ void LabelCache::follow(std::uint32_t tokens, KvReader& kv) {
 
 void LabelCache::truncate(std::uint32_t tokens) noexcept { cut(labels_, tokens, channels_.size()); }
 
-void LabelCache::estimate(const float* q, std::span<const std::uint32_t> tokens, KvReader& kv, float* out) const {
-  if (tokens.empty()) return;
-  if (channels_.empty()) return kv.score(q, tokens, out);
+void LabelCache::score(const float* q, std::uint32_t begin, std::uint32_t end, float* out) const {
   const std::size_t size = channels_.size();
   thread_local std::vector<float> queries;  // [group, channels]
   queries.resize(group_ * size);
   for (std::uint32_t h = 0; h < group_; ++h) {
-    for (std::size_t c = 0; c < size; ++c) queries[h * size + c] = scale_ * q[h * head_dim_ + channels_[c]];
+    for (std::size_t c = 0; c < size; ++c) queries[h * size + c] = q[h * head_dim_ + channels_[c]];
   }
   std::array<float, kMostChannels> label;
-  for (std::size_t i = 0; i < tokens.size(); ++i) {
-    const std::uint16_t* const bits = labels_.data() + tokens[i] * size;
+  for (std::uint32_t token = begin; token < end; ++token) {
+    const std::uint16_t* const bits = labels_.data() + token * size;
     for (std::size_t c = 0; c < size; ++c) label[c] = from_bf16(bits[c]);
     for (std::uint32_t h = 0; h < group_; ++h) {
       const float* const query = queries.data() + h * size;
       float sum = 0.f;
 #pragma omp simd reduction(+ : sum)
       for (std::size_t c = 0; c < size; ++c) sum += query[c] * label[c];
-      out[i * group_ + h] = sum;
+      *out++ = sum;
     }
+  }
+}
+
+/// To the scratch's scores.
+void LabelCache::score_all(const LabelQuery& query, KvReader& kv) const {
+  Scratch& scratch = scratch_of_thread();
+  const std::uint32_t count = query.end - query.begin;
+  scratch.scores.resize(std::size_t{count} * group_);
+  if (channels_.empty()) {
+    scratch.tokens.resize(count);
+    std::iota(scratch.tokens.begin(), scratch.tokens.end(), query.begin);
+    return kv.score(query.q, scratch.tokens, scratch.scores.data());
+  }
+  const auto block = [&](std::uint32_t b) {
+    const std::uint32_t first = query.begin + b * kBlock;
+    score(query.q, first, std::min(first + kBlock, query.end),
+          scratch.scores.data() + std::size_t{b} * kBlock * group_);
+  };
+  const auto blocks = static_cast<std::uint32_t>(div_up(count, kBlock));
+  if (blocks == 1) return block(0);
+  kv.each(blocks, block);
+}
+
+void LabelCache::propose(const LabelQuery& query, KvReader& kv, std::span<TokenSet> sets,
+                         SelectCounters& counters) const {
+  const std::uint32_t count = query.end - query.begin;
+  const auto set_of = [sets](std::uint32_t h) -> TokenSet& { return sets[sets.size() == 1 ? 0 : h]; };
+  if (count <= query.most) {
+    for (std::uint32_t heads = query.heads; heads != 0; heads &= heads - 1)
+      set_of(lowest(heads)).add_range(query.begin, query.end);
+    return;
+  }
+  score_all(query, kv);
+  (channels_.empty() ? counters.scored : counters.estimated) += count;
+  counters.index_bytes += count * bytes_per_token();
+
+  Scratch& scratch = scratch_of_thread();
+  scratch.best.resize(group_);
+  const auto find = [&](std::uint32_t h) {
+    if (((query.heads >> h) & 1) == 0) return;
+    Scratch::Best& best = scratch.best[h];
+    best.values.resize(count);
+    best.places.resize(query.most);
+    for (std::uint32_t i = 0; i < count; ++i) best.values[i] = scratch.scores[std::size_t{i} * group_ + h];
+    (void)select_top_k(best.values.data(), count, query.most, best.places.data());
+  };
+  if (count <= kBlock) {
+    for (std::uint32_t h = 0; h < group_; ++h) find(h);
+  } else {
+    kv.each(group_, find);
+  }
+  for (std::uint32_t heads = query.heads; heads != 0; heads &= heads - 1) {
+    TokenSet& set = set_of(lowest(heads));
+    for (const std::uint32_t place : scratch.best[lowest(heads)].places) set.add(query.begin + place);
   }
 }
 

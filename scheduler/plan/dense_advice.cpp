@@ -68,7 +68,8 @@ std::uint32_t dense_tokens_of_device(const AttentionShape& shape, const PageLayo
 
 std::uint32_t dense_tokens_of_cpu(const PolicySpec& policy, const AttentionShape& shape, DType kv_dtype) noexcept {
   const bool counts = policy.budget.kind == BudgetKind::top_k || policy.budget.kind == BudgetKind::drawn;
-  const bool by_copies = policy.sources == static_cast<std::uint8_t>(Source::exact) && code_bits(policy) != 0 && counts;
+  const bool by_copies =
+      policy.sources == static_cast<std::uint16_t>(Source::exact) && code_bits(policy) != 0 && counts;
   if (!by_copies || !may_be_dense(policy)) return 0;
   const Costs costs(policy, shape, kv_dtype);
   // A budget may be a number first and a share of the tokens then, so that the difference is no line: the longest

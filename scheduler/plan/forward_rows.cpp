@@ -14,7 +14,7 @@
 namespace sluice::scheduler {
 namespace {
 
-bool only(const PolicySpec& spec, Source source) noexcept { return spec.sources == static_cast<std::uint8_t>(source); }
+bool only(const PolicySpec& spec, Source source) noexcept { return spec.sources == static_cast<std::uint16_t>(source); }
 
 /// Whether what is attended is chosen by score.
 bool ranks(const PolicySpec& spec) noexcept { return spec.sources != 0 && !spec.uses(Source::all); }
@@ -235,7 +235,7 @@ bool copies_open_page(const PolicySpec& spec, std::uint32_t page_tokens) noexcep
 std::uint32_t prompt_queries(const PolicySpec& spec) noexcept {
   std::uint32_t queries = spec.bypass_threshold > 0.f ? 1 : 0;
   if (spec.uses(Source::history)) queries = spec.history.init_queries;
-  if (spec.estimate == Estimate::channels) queries = std::max(queries, kLabelQueries);
+  if (spec.uses(Source::labels)) queries = std::max(queries, kLabelQueries);
   if (spec.estimate == Estimate::skewed) queries = std::max(queries, kSkewQueries);
   if (spec.uses(Source::snapshot)) queries = std::max(queries, spec.snapshot.window);
   return queries;
@@ -243,7 +243,7 @@ std::uint32_t prompt_queries(const PolicySpec& spec) noexcept {
 
 bool remembers(const PolicySpec& spec) noexcept {
   return spec.uses(Source::history) || spec.uses(Source::clusters) || spec.uses(Source::lsh) ||
-         spec.uses(Source::snapshot) || spec.bypass_threshold > 0.f || spec.estimate == Estimate::channels ||
+         spec.uses(Source::snapshot) || spec.uses(Source::labels) || spec.bypass_threshold > 0.f ||
          spec.estimate == Estimate::hadamard || spec.estimate == Estimate::skewed;
 }
 

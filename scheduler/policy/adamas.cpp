@@ -13,7 +13,7 @@ namespace sluice::scheduler {
 PolicySpec adamas_spec() {
   PolicySpec spec;
   spec.name = "adamas";
-  spec.sources = static_cast<std::uint8_t>(Source::exact);
+  spec.sources = static_cast<std::uint16_t>(Source::exact);
   spec.estimate = Estimate::hadamard;
   spec.budget.min_tokens = 128;
   spec.budget.share = 0.f;

@@ -19,7 +19,7 @@ namespace sluice::scheduler {
 PolicySpec arkvale_spec() {
   PolicySpec spec;
   spec.name = "arkvale";
-  spec.sources = static_cast<std::uint8_t>(Source::pages);
+  spec.sources = static_cast<std::uint16_t>(Source::pages);
   spec.pages = {.digest = DigestKind::cuboid_mean, .min_pages = 1, .min_tokens = 1280, .share = 0.f};
   spec.budget.share = 1.f;
   spec.near = {.sink_tokens = 64, .recent_tokens = 64, .share = 0.f};

@@ -122,6 +122,15 @@ std::string snapshot_words(const SnapshotOptions& snapshot) {
   return options.text();
 }
 
+std::string labels_words(const LabelOptions& labels) {
+  const LabelOptions usual;
+  Options options("labels");
+  options.add("channels", labels.channels, usual.channels);
+  if (labels.min_tokens != usual.min_tokens || labels.share != usual.share)
+    options.word("budget=" + larger_of(labels.min_tokens, labels.share, usual.min_tokens));
+  return options.text();
+}
+
 std::string source_words(const PolicySpec& spec) {
   std::string text;
   const auto add = [&text](const std::string& words) { text += (text.empty() ? "" : "+") + words; };
@@ -132,6 +141,7 @@ std::string source_words(const PolicySpec& spec) {
   if (spec.uses(Source::clusters)) add(clusters_words(spec.clusters));
   if (spec.uses(Source::lsh)) add(lsh_words(spec.lsh));
   if (spec.uses(Source::snapshot)) add(snapshot_words(spec.snapshot));
+  if (spec.uses(Source::labels)) add(labels_words(spec.labels));
   if (spec.uses(Source::scores)) add("scores");
   return text.empty() ? "none" : text;
 }
@@ -230,7 +240,6 @@ std::string to_string(const PolicySpec& spec) {
   if (spec.estimate == Estimate::int4) text += " | int4";
   if (spec.estimate == Estimate::int3) text += " | int3";
   if (spec.estimate == Estimate::hadamard) text += " | hadamard";
-  if (spec.estimate == Estimate::channels) text += " | channels=" + std::to_string(spec.label_channels);
   if (spec.estimate == Estimate::skewed) text += " | skewed=" + percent(spec.skewed_share);
   if (spec.rehearsed) text += " | rehearsed";
   if (chooses(spec)) text += " | " + budget_words(spec.budget);

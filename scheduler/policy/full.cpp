@@ -7,7 +7,7 @@ namespace sluice::scheduler {
 PolicySpec full_spec() {
   PolicySpec spec;
   spec.name = "full";
-  spec.sources = static_cast<std::uint8_t>(Source::all);
+  spec.sources = static_cast<std::uint16_t>(Source::all);
   spec.near = {.sink_tokens = 4, .recent_tokens = 0, .share = 0.10f};
   return spec;
 }

@@ -27,7 +27,7 @@ namespace sluice::scheduler {
 PolicySpec infinigen_spec() {
   PolicySpec spec;
   spec.name = "infinigen";
-  spec.sources = static_cast<std::uint8_t>(Source::exact);
+  spec.sources = static_cast<std::uint16_t>(Source::exact);
   spec.estimate = Estimate::skewed;
   spec.rehearsed = true;
   spec.budget.kind = BudgetKind::within;

@@ -70,18 +70,24 @@ void read_pages(const Word& word, PageSourceOptions& pages) {
 }
 
 [[nodiscard]] bool ranks_only(const PolicySpec& spec) noexcept {
-  return spec.sources == static_cast<std::uint8_t>(Source::pages) && spec.budget.kind == BudgetKind::top_k &&
+  return spec.sources == static_cast<std::uint16_t>(Source::pages) && spec.budget.kind == BudgetKind::top_k &&
          spec.budget.share >= 1.f;
 }
 
 [[nodiscard]] bool evicts_only(const PolicySpec& spec) noexcept {
-  return spec.sources == static_cast<std::uint8_t>(Source::snapshot) && spec.budget.kind == BudgetKind::top_k &&
+  return spec.sources == static_cast<std::uint16_t>(Source::snapshot) && spec.budget.kind == BudgetKind::top_k &&
+         spec.budget.share >= 1.f;
+}
+
+[[nodiscard]] bool labels_only(const PolicySpec& spec) noexcept {
+  return spec.sources == static_cast<std::uint16_t>(Source::labels) && spec.budget.kind == BudgetKind::top_k &&
          spec.budget.share >= 1.f;
 }
 
 /// Behind a preset's name, `budget` is what that method calls its budget.
 void read_flat_budget(PolicySpec& spec, const Word& word) {
   if (ranks_only(spec)) return read_page_tokens(word, spec.pages);
+  if (labels_only(spec)) return read_larger_of(word, spec.labels.min_tokens, spec.labels.share);
   if (evicts_only(spec)) {
     spec.snapshot.budget = read_count(word);
     return;
@@ -150,6 +156,9 @@ constexpr Key kKeys[] = {
     {"pyramid", Room::snapshot, [](S& s, const W& w) { s.snapshot.pyramid = read_count(w); }},
     {"floor", Room::snapshot, [](S& s, const W& w) { s.snapshot.floor = read_share(w); }},
 
+    {"channels", Room::labels, [](S& s, const W& w) { s.labels.channels = read_count(w); }},
+    {"budget", Room::labels, [](S& s, const W& w) { read_larger_of(w, s.labels.min_tokens, s.labels.share); }},
+
     {"ratio", Room::skewed, [](S& s, const W& w) { s.skewed_share = read_share(w); }},
     {"alpha", Room::within, [](S& s, const W& w) { s.budget.alpha = read_number(w); }},
 
@@ -188,6 +197,7 @@ const char* to_words(Room room) noexcept {
     case Room::clusters: return "clusters";
     case Room::lsh: return "lsh";
     case Room::snapshot: return "snapshot";
+    case Room::labels: return "labels";
     case Room::top_k: return "top_k";
     case Room::progressive: return "progressive";
     case Room::verified: return "verified";
@@ -211,6 +221,7 @@ bool reads(const PolicySpec& spec, const Key& key) noexcept {
     case Room::clusters: return spec.uses(Source::clusters);
     case Room::lsh: return spec.uses(Source::lsh);
     case Room::snapshot: return spec.uses(Source::snapshot);
+    case Room::labels: return spec.uses(Source::labels);
     case Room::top_k: return scored && spec.budget.kind == BudgetKind::top_k;
     case Room::progressive: return scored && spec.budget.kind == BudgetKind::progressive;
     case Room::verified: return scored && spec.budget.kind == BudgetKind::verified;

@@ -12,7 +12,7 @@ namespace sluice::scheduler {
 PolicySpec lfps_spec() {
   PolicySpec spec;
   spec.name = "lfps";
-  spec.sources = static_cast<std::uint8_t>(Source::history);
+  spec.sources = static_cast<std::uint16_t>(Source::history);
   spec.history = {.alpha = 0.2f,
                   .decay = 0.95f,
                   .init_queries = 32,

@@ -20,7 +20,7 @@ namespace sluice::scheduler {
 PolicySpec magicpig_spec() {
   PolicySpec spec;
   spec.name = "magicpig";
-  spec.sources = static_cast<std::uint8_t>(Source::lsh);
+  spec.sources = static_cast<std::uint16_t>(Source::lsh);
   spec.budget.kind = BudgetKind::sampled;
   spec.near = {.sink_tokens = 4, .recent_tokens = 64, .share = 0.f};
   spec.dense_every = 16;

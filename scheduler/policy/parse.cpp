@@ -17,11 +17,11 @@ using namespace scheduler;
 
 struct NamedSource {
   std::string_view name;
-  std::uint8_t bit;
+  std::uint16_t bit;
   Room room;  ///< of its options; `flat`: it has none
 };
 
-constexpr std::uint8_t bit(Source source) { return static_cast<std::uint8_t>(source); }
+constexpr std::uint16_t bit(Source source) { return static_cast<std::uint16_t>(source); }
 
 constexpr NamedSource kSources[] = {{"all", bit(Source::all), Room::flat},
                                     {"exact", bit(Source::exact), Room::flat},
@@ -30,6 +30,7 @@ constexpr NamedSource kSources[] = {{"all", bit(Source::all), Room::flat},
                                     {"clusters", bit(Source::clusters), Room::clusters},
                                     {"lsh", bit(Source::lsh), Room::lsh},
                                     {"snapshot", bit(Source::snapshot), Room::snapshot},
+                                    {"labels", bit(Source::labels), Room::labels},
                                     {"scores", bit(Source::scores), Room::flat},
                                     {"none", 0, Room::flat}};
 
@@ -63,7 +64,7 @@ void add_source(const Word& word, PolicySpec& spec) {
   const NamedSource* source = find_source(halves.first.value);
   if (source == nullptr) halves.first.fail("is no source; there are " + known_sources() + ", joined by +");
   if (source->bit != 0 && (spec.sources & source->bit) != 0) halves.first.fail("is named twice");
-  spec.sources = static_cast<std::uint8_t>(spec.sources | source->bit);
+  spec.sources = static_cast<std::uint16_t>(spec.sources | source->bit);
   if (!halves.both) return;
   if (source->room == Room::flat) halves.second.fail("is not wanted here: this source has no options");
   Word options = halves.second;
@@ -131,11 +132,6 @@ constexpr Stage kStages[] = {
     {"int4", false, Room::flat, [](const Word&, PolicySpec& s) { s.estimate = Estimate::int4; }},
     {"int3", false, Room::flat, [](const Word&, PolicySpec& s) { s.estimate = Estimate::int3; }},
     {"hadamard", false, Room::flat, [](const Word&, PolicySpec& s) { s.estimate = Estimate::hadamard; }},
-    {"channels", true, Room::flat,
-     [](const Word& w, PolicySpec& s) {
-       s.estimate = Estimate::channels;
-       s.label_channels = read_count(w);
-     }},
     {"skewed", true, Room::flat,
      [](const Word& w, PolicySpec& s) {
        s.estimate = Estimate::skewed;
@@ -199,7 +195,7 @@ void apply_stage(const Word& word, PolicySpec& spec) {
 
 /// What a stage sets: stages that take each other's place set the same.
 std::string_view setting_of(std::string_view stage) noexcept {
-  constexpr std::string_view kEstimates[] = {"int4", "int3", "hadamard", "channels", "skewed"};
+  constexpr std::string_view kEstimates[] = {"int4", "int3", "hadamard", "skewed"};
   constexpr std::string_view kBudgets[] = {"top_k",   "top_p",    "sample", "fitted", "progressive",
                                            "sampled", "verified", "within"};
   if (std::ranges::find(kEstimates, stage) != std::end(kEstimates)) return "an estimate";
@@ -291,12 +287,12 @@ PolicySpec scheduler::what_is_read(const PolicySpec& spec) {
   if (!spec.uses(Source::clusters)) read.clusters = {};
   if (!spec.uses(Source::lsh)) read.lsh = {};
   if (!spec.uses(Source::snapshot)) read.snapshot = {};
+  if (!spec.uses(Source::labels)) read.labels = {};
   if (spec.bypass_threshold == 0.f) {
     read.bypass_checked = false;
     read.bypass_guards = {};
   }
   if (spec.estimate != Estimate::skewed) read.skewed_share = PolicySpec{}.skewed_share;
-  if (spec.estimate != Estimate::channels) read.label_channels = PolicySpec{}.label_channels;
   read.budget = chooses(spec) ? sluice::what_is_read(spec.budget) : BudgetOptions{};
   if (!chooses(spec) || spec.far.all()) read.far = {};
   return read;

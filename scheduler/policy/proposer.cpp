@@ -35,6 +35,7 @@ void Proposer::propose(const HeadContext& context, SparseHead& head, std::span<T
     add_local(context, set);
     add_pages(context, 0, group_, set);
     for (std::uint32_t h = 0; h < group_; ++h) add_like_keys(context, h, head, set);
+    add_best_labelled(context, head, candidates.first(1), counters);
     return;
   }
   for (std::uint32_t h = 0; h < group_; ++h) {
@@ -48,6 +49,7 @@ void Proposer::propose(const HeadContext& context, SparseHead& head, std::span<T
     add_pages(context, h, h + 1, set);
     add_like_keys(context, h, head, set);
   }
+  add_best_labelled(context, head, candidates.first(group_), counters);
 }
 
 /// What lies in clusters, or meets in hash tables, with the query of head `h`, and what is in neither of them; what was
@@ -58,6 +60,20 @@ void Proposer::add_like_keys(const HeadContext& context, std::uint32_t h, Sparse
   if (!head.lsh) return;
   head.lsh->add_collisions(h, set);
   set.add_range(std::max(head.lsh->end(), spec_.near.sink_tokens), context.tokens);
+}
+
+/// Of the tokens that are not attended anyway. A set of its own for every query head, or one for all.
+void Proposer::add_best_labelled(const HeadContext& context, SparseHead& head, std::span<TokenSet> candidates,
+                                 SelectCounters& counters) const {
+  if (!head.labels) return;
+  head.labels->follow(context.tokens, *context.kv);
+  const std::uint32_t begin = std::min(context.near->sink_end, context.tokens);
+  head.labels->propose({.q = context.q,
+                        .begin = begin,
+                        .end = std::max(begin, std::min(context.near->recent_begin, context.tokens)),
+                        .most = budget_tokens(spec_.labels, context.tokens),
+                        .heads = head.observing},
+                       *context.kv, candidates, counters);
 }
 
 /// The newest token and the local ones before it: their vertical entries are too young to speak.

@@ -57,8 +57,8 @@ class Proposer {
 
   /// Every token, for every query head. `candidates` [group], here and below.
   void propose_all(std::uint32_t tokens, std::span<TokenSet> candidates) const;
-  /// What history expanded to, the newest tokens, the pages that rank highest, similar keys; one set per query head, or
-  /// the first for all of them.
+  /// What history expanded to, the newest tokens, the pages that rank highest, similar keys, the best by labels; one
+  /// set per query head, or the first for all of them.
   void propose(const HeadContext& context, SparseHead& head, std::span<TokenSet> candidates,
                SelectCounters& counters) const;
 
@@ -68,6 +68,8 @@ class Proposer {
 
  private:
   void add_like_keys(const HeadContext& context, std::uint32_t h, SparseHead& head, TokenSet& set) const;
+  void add_best_labelled(const HeadContext& context, SparseHead& head, std::span<TokenSet> candidates,
+                         SelectCounters& counters) const;
   void add_local(const HeadContext& context, TokenSet& set) const;
   void add_pages(const HeadContext& context, std::uint32_t begin, std::uint32_t end, TokenSet& set) const;
 

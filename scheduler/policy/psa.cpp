@@ -16,7 +16,7 @@ namespace sluice::scheduler {
 PolicySpec psa_spec() {
   PolicySpec spec;
   spec.name = "psa";
-  spec.sources = static_cast<std::uint8_t>(Source::pages);
+  spec.sources = static_cast<std::uint16_t>(Source::pages);
   spec.pages.digest = DigestKind::cuboid_mean;
   spec.budget = {.kind = BudgetKind::progressive, .mass = 0.95f, .microbatch = 4, .rule = ProgressRule::least};
   spec.near = {.sink_tokens = 0, .recent_tokens = 0, .share = 0.f};

@@ -11,7 +11,7 @@ namespace sluice::scheduler {
 PolicySpec quest_spec() {
   PolicySpec spec;
   spec.name = "quest";
-  spec.sources = static_cast<std::uint8_t>(Source::pages);
+  spec.sources = static_cast<std::uint16_t>(Source::pages);
   spec.pages = {.digest = DigestKind::box, .min_pages = 1, .min_tokens = 1024, .share = 0.f};
   spec.budget.share = 1.f;
   spec.near = {.sink_tokens = 0, .recent_tokens = 0, .share = 0.f};

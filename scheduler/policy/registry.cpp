@@ -47,6 +47,10 @@ std::uint32_t budget_tokens(const BudgetOptions& budget, std::uint32_t n) noexce
   return share_of(n, budget.min_tokens, budget.share);
 }
 
+std::uint32_t budget_tokens(const LabelOptions& options, std::uint32_t n) noexcept {
+  return share_of(n, options.min_tokens, options.share);
+}
+
 std::uint32_t budget_pages(const PageSourceOptions& options, std::uint32_t pages, std::uint32_t page_tokens) noexcept {
   const auto tokens_in_pages = static_cast<std::uint32_t>(div_up(options.min_tokens, page_tokens));
   return share_of(pages, std::max(options.min_pages, tokens_in_pages), options.share);

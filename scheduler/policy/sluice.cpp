@@ -14,7 +14,7 @@ namespace sluice::scheduler {
 PolicySpec sluice_spec() {
   PolicySpec spec;
   spec.name = "sluice";
-  spec.sources = static_cast<std::uint8_t>(Source::exact);
+  spec.sources = static_cast<std::uint16_t>(Source::exact);
   spec.estimate = Estimate::int4;
   spec.budget = {.kind = BudgetKind::drawn, .min_tokens = 256, .share = 0.f};
   spec.near = {.sink_tokens = 4, .recent_tokens = 128, .share = 0.f};

@@ -12,7 +12,7 @@ namespace sluice::scheduler {
 PolicySpec snapkv_spec() {
   PolicySpec spec;
   spec.name = "snapkv";
-  spec.sources = static_cast<std::uint8_t>(Source::snapshot);
+  spec.sources = static_cast<std::uint16_t>(Source::snapshot);
   spec.snapshot = {.budget = 1024, .window = 32, .kernel = 7, .pooling = Pooling::max, .pyramid = 1, .floor = 1.f};
   spec.budget.share = 1.f;
   spec.near = {.sink_tokens = 0, .recent_tokens = 0, .share = 0.f};

@@ -48,7 +48,7 @@ class SparsePolicy final : public LayerPolicy {
       if (spec.uses(Source::clusters)) head.clusters.emplace(spec.clusters, shape);
       if (spec.uses(Source::lsh)) head.lsh.emplace(spec.lsh, shape, spec.near.sink_tokens);
       if (spec.uses(Source::snapshot)) head.snapshot.emplace(spec.snapshot, shape, layer, shared);
-      if (spec.estimate == Estimate::channels) head.labels.emplace(spec.label_channels, shape);
+      if (spec.uses(Source::labels)) head.labels.emplace(spec.labels.channels, shape);
       if (spec.estimate == Estimate::hadamard) head.codes.emplace(shape);
       if (spec.bypass_threshold > 0.f) {
         head.bypass.emplace(spec.bypass_threshold, shape, spec.near.sink_tokens, spec.history.local_tokens,
@@ -203,9 +203,7 @@ class SparsePolicy final : public LayerPolicy {
       scratch.anyway.add_range(anyway.recent_begin, context.tokens);
     }
     collect(context, head, candidates, budget_.weighs() ? &scratch.anyway : nullptr, counters);
-    if (head.labels) {
-      estimate_by(*head.labels, context, head.scored, counters);
-    } else if (head.codes) {
+    if (head.codes) {
       estimate_by(*head.codes, context, head.scored, counters);
     } else {
       budget_.score(context, group_, head.scored, counters);
@@ -239,12 +237,12 @@ class SparsePolicy final : public LayerPolicy {
   }
 
   /// By what the policy keeps of every key.
-  template <class Kept>
-  void estimate_by(Kept& kept, const HeadContext& context, ScoredSet& scored, SelectCounters& counters) const {
-    kept.follow(context.tokens, *context.kv);
-    scored.estimate(kept, *context.kv, context.q, group_);
+  void estimate_by(HadamardCodes& codes, const HeadContext& context, ScoredSet& scored,
+                   SelectCounters& counters) const {
+    codes.follow(context.tokens, *context.kv);
+    scored.estimate(codes, *context.kv, context.q, group_);
     counters.estimated += scored.size();
-    counters.index_bytes += scored.size() * kept.bytes_per_token();
+    counters.index_bytes += scored.size() * codes.bytes_per_token();
   }
 
   void collect(const HeadContext& context, SparseHead& head, std::span<const TokenSet> candidates,
@@ -286,7 +284,7 @@ std::uint64_t sparse_state_bytes(const PolicySpec& spec, const AttentionShape& s
   if (spec.uses(Source::clusters)) bytes += ClusterSource::most_heap_bytes(spec.clusters, shape, tokens);
   if (spec.uses(Source::lsh)) bytes += LshSource::most_heap_bytes(spec.lsh, shape, tokens);
   if (spec.uses(Source::snapshot)) bytes += SnapshotSource::most_heap_bytes(spec.snapshot, shape, tokens);
-  if (spec.estimate == Estimate::channels) bytes += LabelCache::most_heap_bytes(spec.label_channels, shape, tokens);
+  if (spec.uses(Source::labels)) bytes += LabelCache::most_heap_bytes(spec.labels.channels, shape, tokens);
   if (spec.estimate == Estimate::hadamard) bytes += HadamardCodes::most_heap_bytes(shape, tokens);
   if (spec.bypass_threshold > 0.f) bytes += SinkBypass::most_heap_bytes(shape);
   return bytes;

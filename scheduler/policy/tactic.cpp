@@ -30,7 +30,7 @@ namespace sluice::scheduler {
 PolicySpec tactic_spec() {
   PolicySpec spec;
   spec.name = "tactic";
-  spec.sources = static_cast<std::uint8_t>(Source::clusters);
+  spec.sources = static_cast<std::uint16_t>(Source::clusters);
   spec.budget.kind = BudgetKind::fitted;
   spec.budget.mass = 0.9f;
   spec.near = {.sink_tokens = 0, .recent_tokens = 0, .share = 0.f};

@@ -52,6 +52,7 @@ enum class Room : std::uint8_t {
   clusters,
   lsh,
   snapshot,
+  labels,
   top_k,
   progressive,
   verified,

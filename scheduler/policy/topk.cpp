@@ -10,7 +10,7 @@ namespace sluice::scheduler {
 PolicySpec topk_spec() {
   PolicySpec spec;
   spec.name = "topk";
-  spec.sources = static_cast<std::uint8_t>(Source::exact);
+  spec.sources = static_cast<std::uint16_t>(Source::exact);
   spec.budget = {.min_tokens = 64, .share = 0.02f};
   spec.near = {.sink_tokens = 4, .recent_tokens = 0, .share = 0.f};
   return spec;

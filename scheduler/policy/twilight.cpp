@@ -15,7 +15,7 @@ namespace sluice::scheduler {
 PolicySpec twilight_spec() {
   PolicySpec spec;
   spec.name = "twilight";
-  spec.sources = static_cast<std::uint8_t>(Source::pages);
+  spec.sources = static_cast<std::uint16_t>(Source::pages);
   spec.pages = {.digest = DigestKind::box, .min_pages = 1, .min_tokens = 8192, .share = 0.f};
   spec.estimate = Estimate::int4;
   spec.budget.kind = BudgetKind::top_p;

@@ -92,6 +92,12 @@ void check_snapshot(const SnapshotOptions& snapshot) {
     reject("snapshot.kernel", std::to_string(snapshot.kernel), "[1, 63], and odd: as many positions before as behind");
 }
 
+void check_labels(const LabelOptions& labels) {
+  check_count("labels.channels", labels.channels, 1, 256);
+  check_count("labels.min_tokens", labels.min_tokens, 1, kMost);
+  check_share("labels.share", labels.share);
+}
+
 void check_budget(const BudgetOptions& budget) {
   check_count("budget.min_tokens", budget.min_tokens, 1, kMost);
   check_share("budget.share", budget.share);
@@ -145,14 +151,14 @@ void check_enums(const PolicySpec& spec) {
 void refuse_beside_scores(const PolicySpec& spec, std::vector<std::string>& reasons) {
   if (!spec.uses(Source::scores)) return;
   const BudgetKind kind = spec.budget.kind;
-  if (spec.sources != static_cast<std::uint8_t>(Source::scores))
+  if (spec.sources != static_cast<std::uint16_t>(Source::scores))
     reasons.emplace_back(
         "scores has a score of every token and needs nothing beside it; drop the other sources, or "
         "scores");
   if (spec.estimate != Estimate::exact)
     reasons.emplace_back(
         "with scores the caller says how much a token weighs, and nothing is left to estimate; drop "
-        "int4, int3, channels, hadamard or skewed, or write exact instead of scores");
+        "int4, int3, hadamard or skewed, or write exact instead of scores");
   if (kind == BudgetKind::drawn)
     reasons.emplace_back(
         "sample draws by estimates of logits, which scores need not be; write top_k or top_p, or exact | int4 "
@@ -170,7 +176,7 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
   const auto refuse_if = [&reasons](bool refused, const char* why) {
     if (refused) reasons.emplace_back(why);
   };
-  const auto only = [&spec](Source source) { return spec.sources == static_cast<std::uint8_t>(source); };
+  const auto only = [&spec](Source source) { return spec.sources == static_cast<std::uint16_t>(source); };
   const bool all = spec.uses(Source::all);
   const bool scored = chooses(spec);
   const bool exact = spec.estimate == Estimate::exact;
@@ -210,7 +216,7 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
             "within counts scores of all tokens by skewed channels and needs exact alone; write exact | skewed=20% | "
             "within=4, or use top_k");
   refuse_if(scored && skewed && kind != BudgetKind::within,
-            "skewed estimates how far scores are from the best, for within; write within=4, or channels=16 with top_k");
+            "skewed estimates how far scores are from the best, for within; write within=4, or labels as the source");
   const bool few_bits = spec.estimate == Estimate::int3;
   const bool by_copies = few_bits || spec.estimate == Estimate::int4;
   refuse_if(scored && kind == BudgetKind::drawn && !(only(Source::exact) && by_copies) && !spec.uses(Source::scores),
@@ -229,26 +235,22 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
       kind == BudgetKind::fitted || kind == BudgetKind::progressive || kind == BudgetKind::sampled;
   const bool fitted_by_copies = kind == BudgetKind::fitted && spec.estimate == Estimate::int4;
   const bool pages_by_copies = kind == BudgetKind::progressive && spec.estimate == Estimate::int4;
-  refuse_if(
-      scored && own_scores && !exact && !fitted_by_copies && !pages_by_copies,
-      "int4, channels and hadamard estimate candidates before top_k or top_p cut them, and int4 before fitted and "
-      "progressive do; sampled scores as it goes");
+  refuse_if(scored && own_scores && !exact && !fitted_by_copies && !pages_by_copies,
+            "int4 and hadamard estimate candidates before top_k or top_p cut them, and int4 before fitted and "
+            "progressive do; sampled scores as it goes");
   refuse_if(scored && (fitted_by_copies || pages_by_copies) && !spec.far.all(),
             "fitted and progressive by int4 are the device's choice, which knows no budget of far tokens; drop far, or "
             "int4");
   refuse_if(scored && pages_by_copies && spec.budget.rule == ProgressRule::certified,
             "the rule certified bounds keys, and int4 has copies of them; write another rule, or drop int4");
-  const bool labelled = scored && (spec.estimate == Estimate::channels || spec.estimate == Estimate::hadamard);
-  refuse_if(labelled && (kind == BudgetKind::top_p || kind == BudgetKind::verified),
-            "channels and hadamard tell which keys come first, not what they weigh; write int4 instead, or use top_k");
+  const bool ordered = scored && spec.estimate == Estimate::hadamard;
+  refuse_if(ordered && (kind == BudgetKind::top_p || kind == BudgetKind::verified),
+            "hadamard tells which keys come first, not what they weigh; write int4 instead, or use top_k");
+  refuse_if(ordered && spec.bypass_threshold > 0.f && spec.bypass_checked,
+            "hadamard does not tell what keys weigh, which a bypass that is checked asks; drop it, or write check=off");
   refuse_if(
-      labelled && spec.bypass_threshold > 0.f && spec.bypass_checked,
-      "channels and hadamard do not tell what keys weigh, which a bypass that is checked asks; drop them, or write "
-      "check=off");
-  refuse_if(
-      labelled && spec.uses(Source::history),
-      "history learns from scores, and channels and hadamard only tell which keys come first; write int4 instead, "
-      "or drop history");
+      ordered && spec.uses(Source::history),
+      "history learns from scores, and hadamard only tells which keys come first; write int4 instead, or drop history");
   refuse_if(
       !scored && !spec.far.all(),
       all ? "source all attends every token and leaves nothing to a budget of far tokens; write exact instead, or "
@@ -271,7 +273,7 @@ void validate(const PolicySpec& spec) {
   check_clusters(spec.clusters);
   check_lsh(spec.lsh);
   check_snapshot(spec.snapshot);
-  check_count("label_channels", spec.label_channels, 1, 256);
+  check_labels(spec.labels);
   check_open("skewed_share", spec.skewed_share, 1.0, "(0, 1]");
   check_budget(spec.budget);
   check_far(spec.far);

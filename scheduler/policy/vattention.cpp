@@ -28,7 +28,7 @@ namespace sluice::scheduler {
 PolicySpec vattention_spec() {
   PolicySpec spec;
   spec.name = "vattention";
-  spec.sources = static_cast<std::uint8_t>(Source::exact);
+  spec.sources = static_cast<std::uint16_t>(Source::exact);
   spec.budget.kind = BudgetKind::verified;
   spec.near = {.sink_tokens = 128, .recent_tokens = 128, .share = 0.f};
   return spec;

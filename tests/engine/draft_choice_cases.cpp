@@ -119,7 +119,7 @@ TEST_CASE("what was chosen in vain behind a team is forgotten with the team's dr
   constexpr std::array kPolicies{"history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16",
                                  "lfps:bypass=0,recent=2",
                                  "tactic:least=64,size=4,recluster=64,recent=2",
-                                 "exact | channels=8 | top_k=24 | near=0,sinks=2,recent=2",
+                                 "labels:channels=8,budget=24 | top_k=max(1, 100%) | near=0,sinks=2,recent=2",
                                  "exact | hadamard | top_k=24 | near=0,sinks=2,recent=2",
                                  "infinigen:alpha=1 | dense=1 | near=0,sinks=2,recent=2"};
   const char* const policy = GENERATE_COPY(from_range(kPolicies));

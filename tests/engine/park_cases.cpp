@@ -156,8 +156,9 @@ TEST_CASE("sequences of every element type go on in an engine with other memory 
 TEST_CASE("a policy that has learnt from decoded tokens begins anew when it is resumed", "[engine][park]") {
   const EngineRig rig = engine_rig();
   const Story story(kShape, 200, 303);
-  const char* const text = GENERATE("lfps", "tactic:least=16,size=4,recluster=64", "magicpig",
-                                    "exact | channels=8 | top_k=24 | near=0", "snapkv:budget=60", "adamas:budget=30");
+  const char* const text =
+      GENERATE("lfps", "tactic:least=16,size=4,recluster=64", "magicpig",
+               "labels:channels=8,budget=24 | top_k=max(1, 100%) | near=0", "snapkv:budget=60", "adamas:budget=30");
   CAPTURE(text);
   const PolicySpec policy = parse_policy(text);
   Engine engine(room_for(rig, policy), rig.device);

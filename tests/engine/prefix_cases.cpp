@@ -42,7 +42,7 @@ TEST_CASE("what a sequence attends does not depend on whether its prefix was fou
   constexpr std::array kPolicies{"full:near=0",
                                  "lfps",
                                  "magicpig | dense=0",
-                                 "exact | channels=8 | top_k=24 | near=0",
+                                 "labels:channels=8,budget=24 | top_k=max(1, 100%) | near=0",
                                  "adakv:budget=60,window=16",
                                  "exact | hadamard | top_k=24 | near=0",
                                  "tactic:least=64,size=4,recluster=64",

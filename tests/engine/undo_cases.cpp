@@ -25,17 +25,12 @@ constexpr std::uint32_t kUndo = 32;  ///< tokens that history takes back
 constexpr std::uint32_t kPrompt = 150;
 constexpr const char* kHistory = "history:observe_every=3,share_group=on | top_k=24 | near=0,sinks=4,recent=16";
 /// Those first that keep most of what they have learnt, and differ most in how.
-constexpr auto kPolicies = few<4>(std::array{"lfps",
-                                             "tactic:least=64,size=4,recluster=64 | int4",
-                                             "magicpig:recent_prompt=8 | dense=1",
-                                             kHistory,
-                                             "tactic:least=64,size=4,recluster=64",
-                                             "pages | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16",
-                                             "exact | channels=8 | top_k=24 | near=0",
-                                             "adakv:budget=60,window=16",
-                                             "exact | verified=0.2,heavy=16 | near=0,sinks=4,recent=20",
-                                             "exact | hadamard | top_k=24 | near=0",
-                                             "infinigen:alpha=1 | dense=1"});
+constexpr auto kPolicies = few<4>(
+    std::array{"lfps", "tactic:least=64,size=4,recluster=64 | int4", "magicpig:recent_prompt=8 | dense=1", kHistory,
+               "tactic:least=64,size=4,recluster=64", "pages | progressive=0.8,microbatch=2 | near=0,sinks=4,recent=16",
+               "labels:channels=8,budget=24 | top_k=max(1, 100%) | near=0", "adakv:budget=60,window=16",
+               "exact | verified=0.2,heavy=16 | near=0,sinks=4,recent=20", "exact | hadamard | top_k=24 | near=0",
+               "infinigen:alpha=1 | dense=1"});
 
 EngineOptions options_of(const EngineRig& rig) { return paged_options(rig, 2, 9, DigestKind::cuboid_mean); }
 

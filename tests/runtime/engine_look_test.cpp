@@ -48,8 +48,9 @@ std::vector<std::vector<float>> said_alone(const EngineRig& rig, const Story& st
 }  // namespace
 
 TEST_CASE("a look begins with the end of a prompt that has names, and changes nothing", "[engine][look]") {
-  const std::string policy = GENERATE(as<std::string>{}, kLooks, "lfps", "magicpig | dense=0",
-                                      "exact | channels=8 | top_k=24 | near=0", "adakv:budget=60,window=16");
+  const std::string policy =
+      GENERATE(as<std::string>{}, kLooks, "lfps", "magicpig | dense=0",
+               "labels:channels=8,budget=24 | top_k=max(1, 100%) | near=0", "adakv:budget=60,window=16");
   CAPTURE(policy);
   const EngineRig rig = engine_rig();
   const Story story(kShape, kPrompt + 20, 5);

@@ -226,7 +226,7 @@ TEST_CASE("every allocation of a sequence that is parked and resumed may fail", 
 TEST_CASE("every allocation of a sequence of an engine may fail", "[memory_faults][engine]") {
   const char* const policy = GENERATE(
       "lfps", "magicpig:recent_prompt=8", "tactic:least=16,size=4,recluster=64", "topk",
-      "exact | channels=8 | top_k=20 | near=0,sinks=4,recent=8", "adakv:budget=40,window=16",
+      "labels:channels=8,budget=20 | top_k=max(1, 100%) | near=0,sinks=4,recent=8", "adakv:budget=40,window=16",
       "exact | verified=0.2,heavy=9 | near=0,sinks=4,recent=8", "exact | int4 | top_k=20 | near=0,sinks=4,recent=8");
   CAPTURE(policy);
   const Story story(kShape, kTokens, 78);

@@ -164,7 +164,7 @@ TEST_CASE("no source, stage or option is missing on the page", "[policy_page]") 
     if (source == "joined") break;  // by +
     named("### Sources", "### Stages", source);
   }
-  for (const std::string source : {"history", "pages", "clusters", "lsh", "snapshot"}) {
+  for (const std::string source : {"history", "pages", "clusters", "lsh", "snapshot", "labels"}) {
     for (const std::string& key : words_after(source + ":no_such_key=1"))
       named("### Sources", "### Stages", source + ":" + key + "=");
   }
@@ -197,9 +197,9 @@ TEST_CASE("who chooses is what the page says", "[policy_page]") {
   for (const char* text : {"all", "none", "exact | int4", "exact | int4 | top_p=0.9", "exact | int4 | sample=9", "pages | int4",
                            "pages | int4 | top_p=0.9", "pages | top_k=all"})
     REQUIRE(scheduler::chooser(parse_policy(text)) == Chooser::device);
-  for (const char* text :
-       {"exact", "pages", "history | int4", "exact+pages | int4", "pages | top_k=all | bypass=0.9",
-        "exact | channels=8", "exact | hadamard", "exact | int4 | verified=0.1", "snapshot", "history | bypass=0.9"})
+  for (const char* text : {"exact", "pages", "history | int4", "exact+pages | int4", "pages | top_k=all | bypass=0.9",
+                           "labels", "labels | int4 | top_p=0.9", "exact | hadamard", "exact | int4 | verified=0.1",
+                           "snapshot", "history | bypass=0.9"})
     REQUIRE(scheduler::chooser(parse_policy(text)) == Chooser::cpu);
   for (const char* text : {"exact | int4 | bypass=0.9", "pages | int4 | bypass=0.9"})
     REQUIRE(scheduler::chooser(parse_policy(text)) == Chooser::neither);

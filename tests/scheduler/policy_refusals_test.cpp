@@ -25,22 +25,25 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
   expect(complaint("exact | int3 | verified=0.1"), {"top_k, top_p or sample"});
   expect(complaint("history | int3 | top_k=9"), {"needs exact alone"});
   expect(complaint("lsh | int4 | sampled"), {"estimate candidates", "scores as it goes"});
-  expect(complaint("tactic | channels=9"), {"estimate candidates", "int4 before fitted"});
+  expect(complaint("tactic | hadamard"), {"estimate candidates", "int4 before fitted"});
   expect(complaint("tactic | int4 | far=5000"), {"no budget of far tokens", "drop far"});
   expect(complaint("psa | int4 | far=5000"), {"no budget of far tokens", "drop far"});
-  expect(complaint("psa | channels=9"), {"estimate candidates", "progressive do"});
+  expect(complaint("psa | hadamard"), {"estimate candidates", "progressive do"});
   expect(complaint("pages:box | int4 | progressive=0.9,rule=certified"), {"bounds keys", "drop int4"});
   expect(complaint("pages | progressive=0.9 | bypass=0.8"), {"bypass works with"});
-  expect(complaint("exact | channels=9 | top_k=8 | bypass=0.8,check=on"), {"what keys weigh", "check=off"});
+  expect(complaint("exact | hadamard | top_k=8 | bypass=0.8,check=on"), {"what keys weigh", "check=off"});
   expect(complaint("all | top_p=0.9"), {"write exact instead"});
   expect(complaint("none | int4"), {"name one"});
   expect(complaint("full | bypass=0.9"), {"does not search"});
   expect(complaint("lsh | sampled | far=100"), {"sample that is cut by score", "top_k"});
-  expect(complaint("exact | channels=9 | top_p=0.9"), {"which keys come first", "int4"});
+  expect(complaint("exact | hadamard | top_p=0.9"), {"which keys come first", "int4"});
   expect(complaint("exact | hadamard | verified=0.1"), {"which keys come first", "top_k"});
-  expect(complaint("history+pages | channels=9"), {"history learns from scores", "drop history"});
-  expect(complaint("clusters | channels=9 | fitted=0.9"), {"scores as it goes"});
-  expect(complaint("none | channels=9"), {"name one"});
+  expect(complaint("history+pages | hadamard"), {"history learns from scores", "drop history"});
+  expect(complaint("clusters | hadamard | fitted=0.9"), {"scores as it goes"});
+  expect(complaint("labels | sampled"), {"sampled corrects", "needs lsh alone"});
+  expect(complaint("labels | verified=0.1"), {"needs exact alone"});
+  expect(complaint("labels | int4 | sample=64"), {"sample draws among all tokens"});
+  expect(complaint("all+labels"), {"source all already attends every token"});
   expect(complaint("full | hadamard"), {"write exact instead"});
   expect(complaint("pages | verified=0.1"), {"verified samples", "exact | verified=0.1"});
   expect(complaint("vattention | far=100"), {"sample that is cut by score", "top_k"});
@@ -54,7 +57,7 @@ TEST_CASE("stages that do not go together say why and what would", "[policy_text
   expect(complaint("infinigen | bypass=0.9"), {"bypass works with"});
   REQUIRE(unsupported_reasons(parse_policy("exact | int4 | top_p=0.9 | bypass=0.9")).empty());
   PolicySpec spec = parse_policy("lsh | sampled");
-  spec.sources = static_cast<std::uint8_t>(Source::history);
+  spec.sources = static_cast<std::uint16_t>(Source::history);
   spec.estimate = Estimate::int4;
   REQUIRE(unsupported_reasons(spec).size() == 2);
 }
@@ -87,8 +90,9 @@ TEST_CASE("complaints name the word, where it is, and what exists", "[policy_tex
   expect(complaint("pages | top_p=0.9,rule=mean"), {"\"rule=mean\" at character 19", "no options"});
   expect(complaint("pages | int4=1"), {"\"1\" at character 14", "no value"});
   expect(complaint("pages | progressive=0.9,rule=max"), {"\"max\" at character 30 is no rule", "certified"});
-  expect(complaint("exact | channels"), {"\"channels\" at character 9 needs a value"});
-  expect(complaint("exact | channels=x"), {"\"x\" at character 18 is not a whole number"});
+  expect(complaint("labels:channels"), {"\"channels\" at character 8", "channels, budget"});
+  expect(complaint("labels:channels=x"), {"\"x\" at character 17 is not a whole number"});
+  expect(complaint("exact | channels=9"), {"\"channels\" at character 9 is no stage"});
   expect(complaint("exact | hadamard=2"), {"\"2\" at character 18", "no value"});
   expect(complaint("exact | skewed=20% | rehearsed=1 | within=4"), {"\"1\" at character 32", "no value"});
   expect(complaint("exact | skewed=20% | within=4,budget=1"), {"\"budget\"", "no key of within", "alpha, most"});
@@ -165,7 +169,9 @@ TEST_CASE("values out of range are refused with field and range", "[policy_text]
   expect(complaint("clusters:near_window=1%"), {"clusters.head_share is 0.015"});
   expect(complaint("lsh:bits=17"), {"lsh.bits is 17", "[1, 16]"});
   expect(complaint("lsh:tables=1"), {"lsh.min_collisions is 2"});
-  expect(complaint("exact | channels=0"), {"label_channels is 0", "[1, 256]"});
+  expect(complaint("labels:channels=0"), {"labels.channels is 0", "[1, 256]"});
+  expect(complaint("labels:channels=257"), {"labels.channels is 257"});
+  expect(complaint("labels:budget=0"), {"labels.min_tokens is 0"});
   expect(complaint("snapkv:budget=0"), {"snapshot.budget is 0"});
   expect(complaint("snapkv:window=257"), {"snapshot.window is 257", "[1, 256]"});
   expect(complaint("snapkv:kernel=4"), {"snapshot.kernel is 4", "odd"});
@@ -181,7 +187,7 @@ TEST_CASE("values out of range are refused with field and range", "[policy_text]
   PolicySpec spec = parse_policy("pages | top_p=0.9");
   spec.budget.mass = std::numeric_limits<float>::quiet_NaN();
   REQUIRE_THROWS_AS(validate(spec), Error);
-  spec.sources |= static_cast<std::uint8_t>(Source::all);
+  spec.sources |= static_cast<std::uint16_t>(Source::all);
   spec.budget.mass = 0.9f;
   REQUIRE_THROWS_AS(validate(spec), Error);
   REQUIRE_THROWS_AS(
@@ -190,7 +196,7 @@ TEST_CASE("values out of range are refused with field and range", "[policy_text]
 }
 
 TEST_CASE("what does not go with scores of the caller is refused, with what would", "[policy_text]") {
-  for (const char* const estimate : {"int4", "int3", "channels=8", "hadamard"})
+  for (const char* const estimate : {"int4", "int3", "hadamard"})
     expect(complaint(std::string("scores | top_k=9 | ") + estimate),
            {"nothing is left to estimate", "write exact instead of scores"});
   expect(complaint("scores+exact | top_k=9"), {"nothing beside it", "drop the other sources"});
@@ -249,7 +255,7 @@ TEST_CASE("a value that names nothing is refused with its field", "[policy_text]
   };
   expect(refused([](PolicySpec& spec) { spec.history.tables = static_cast<HistoryTables>(3); }),
          {"history.tables is 3", "[0, 2]"});
-  expect(refused([](PolicySpec& spec) { spec.estimate = static_cast<Estimate>(6); }), {"estimate is 6", "[0, 5]"});
+  expect(refused([](PolicySpec& spec) { spec.estimate = static_cast<Estimate>(6); }), {"estimate is 6", "[0, 4]"});
   expect(refused([](PolicySpec& spec) { spec.budget.kind = static_cast<BudgetKind>(8); }), {"budget.kind is 8"});
   expect(refused([](PolicySpec& spec) { spec.budget.rule = static_cast<ProgressRule>(4); }), {"budget.rule is 4"});
   expect(refused([](PolicySpec& spec) { spec.snapshot.pooling = static_cast<Pooling>(2); }), {"snapshot.pooling is 2"});

@@ -24,7 +24,7 @@ TEST_CASE("presets are valid, parse to themselves and have distinct words", "[po
       {"twilight", "pages:box,budget=8192 | int4 | top_p=0.95 | near=0%,sinks=4,recent=0 | dense=2 | page=16"},
       {"tactic", "clusters | fitted=0.9 | near=0%,sinks=0,recent=0"},
       {"magicpig", "lsh | sampled | near=0%,sinks=4,recent=64 | dense=0,every=16"},
-      {"double_sparsity", "exact | channels=16 | top_k=max(64, 6.25%) | near=0%,sinks=4,recent=0"},
+      {"double_sparsity", "labels | top_k=all | near=0%,sinks=4,recent=0"},
       {"snapkv", "snapshot | top_k=all | near=0%,sinks=0,recent=0"},
       {"pyramidkv", "snapshot:pyramid=20 | top_k=all | near=0%,sinks=0,recent=0"},
       {"adakv", "snapshot:floor=20% | top_k=all | near=0%,sinks=0,recent=0"},
@@ -68,7 +68,10 @@ TEST_CASE("a composition's words parse back to it", "[policy_text]") {
       "lsh+clusters+pages:cuboid_mean,pages=max(3, 1%)+history:init=7 | int4 | top_k=max(8, 3%) | bypass=sink:0.85 | "
       "near=0%",
       "double_sparsity:budget=2%",
-      "lsh+pages | channels=7 | top_k=9 | bypass=sink:0.85 | far=900",
+      "double_sparsity:channels=8,budget=max(32, 3%)",
+      "lsh+pages+labels:channels=7,budget=90 | top_k=9 | bypass=sink:0.85 | far=900",
+      "labels:budget=8192 | int4 | top_p=0.95 | near=0%,sinks=4,recent=0 | dense=2",
+      "history+labels:budget=all | top_p=0.9",
       "snapkv:window=9,kernel=1,pyramid=7 | top_k=30",
       "snapshot:budget=99,pooling=mean,floor=3%+exact | int4 | top_p=0.7",
       "adamas | page=8",
@@ -187,8 +190,8 @@ TEST_CASE("budgets are clamped to what there is and rounded to nearest", "[polic
   REQUIRE(budget_tokens(budget, 3200) == 64);
   REQUIRE(budget_tokens(budget, 5000) == 100);  // 0.02f is a little less than 2%
   REQUIRE(budget_tokens(budget, 131072) == 2621);
-  REQUIRE(budget_tokens({.min_tokens = 1, .share = 1.f}, 12345) == 12345);
-  REQUIRE(budget_tokens({.min_tokens = 0x7fff'ffffu, .share = 0.f}, 7) == 7);
+  REQUIRE(budget_tokens(BudgetOptions{.min_tokens = 1, .share = 1.f}, 12345) == 12345);
+  REQUIRE(budget_tokens(BudgetOptions{.min_tokens = 0x7fff'ffffu, .share = 0.f}, 7) == 7);
   REQUIRE(budget_pages({.min_pages = 8, .share = 0.03f}, 3, 16) == 3);
   REQUIRE(budget_pages({.min_pages = 8, .share = 0.03f}, 128, 16) == 8);
   REQUIRE(budget_pages({.min_pages = 8, .share = 0.03f}, 4096, 16) == 123);
@@ -248,7 +251,7 @@ TEST_CASE("far tokens have a budget in tokens, a share of what is visible, the l
   REQUIRE(to_string(parse_policy("topk:far=900")) == "exact | top_k=max(64, 2%) | far=900 | near=0%,sinks=4,recent=0");
   // Of a policy that attends everything from now on nothing is left of it.
   PolicySpec whole = parse_policy("topk | far=900");
-  whole.sources = static_cast<std::uint8_t>(Source::all);
+  whole.sources = static_cast<std::uint16_t>(Source::all);
   REQUIRE(unsupported_reasons(whole).size() == 1);
 }
 

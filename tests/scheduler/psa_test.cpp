@@ -18,7 +18,7 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 PolicySpec psa(float mass, std::uint32_t microbatch, ProgressRule rule = ProgressRule::least) {
   PolicySpec spec;
-  spec.sources = static_cast<std::uint8_t>(Source::pages);
+  spec.sources = static_cast<std::uint16_t>(Source::pages);
   spec.budget.kind = BudgetKind::progressive;
   spec.budget.mass = mass;
   spec.budget.microbatch = microbatch;

@@ -133,7 +133,7 @@ TEST_CASE("the bound of policy state holds from the first token on, in every kin
       GENERATE("lfps", "lfps:observe_every=4,share_group=on", "history+clusters | top_k=64 | near=0",
                "history | top_p=0.9 | near=0", "exact | top_k=64 | near=0", "clusters | top_p=0.9 | near=0",
                "lsh | top_p=0.95 | near=0", "tactic", "magicpig", "double_sparsity",
-               "clusters | channels=100 | top_k=64 | near=0", "adamas | dense=0", "snapkv:budget=300",
+               "clusters+labels:channels=100 | top_k=64 | near=0", "adamas | dense=0", "snapkv:budget=300",
                "pyramidkv:budget=300", "adakv:budget=300", "adakv:budget=3000,floor=0%,pyramid=9");
   const std::uint32_t prompt = GENERATE(0u, 1u, 5u, 900u, 3000u);
   CAPTURE(text, prompt);

@@ -53,7 +53,7 @@ constexpr const char* kCompositions[] = {
     "clusters:recluster=64,least=64,size=8,candidates=64+history:observe_every=4 | top_k=48 | near=0,sinks=4,recent=16",
     "clusters:recluster=64,least=64,size=8,candidates=64+lsh:bits=4,tables=20 | top_k=48 | near=0,sinks=4,recent=16",
     "lsh:bits=5,tables=30 | sampled | near=0,sinks=4,recent=64 | dense=0,every=2",
-    "exact | channels=4 | top_k=24 | near=0,sinks=4,recent=9",
+    "labels:channels=4,budget=24 | top_k=max(1, 100%) | near=0,sinks=4,recent=9",
     "snapshot:budget=40,window=8,pyramid=3,floor=20% | top_k=all | near=0,sinks=0,recent=0",
     "exact | verified=0.2,heavy=16 | near=0,sinks=4,recent=20",
     "exact | hadamard | top_k=24 | near=0,sinks=4,recent=9 | dense=1",

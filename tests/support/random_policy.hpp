@@ -40,10 +40,12 @@ inline void fill_randomly(PolicySpec& spec, std::mt19937& rng) {
   maybe(spec.snapshot.pooling, Pooling::mean);
   maybe(spec.snapshot.pyramid, 1 + below(30));
   maybe(spec.snapshot.floor, share());
-  maybe(spec.estimate, static_cast<Estimate>(below(6)));
+  maybe(spec.labels.channels, 1 + below(40));
+  maybe(spec.labels.min_tokens, 1 + below(99));
+  maybe(spec.labels.share, share());
+  maybe(spec.estimate, static_cast<Estimate>(below(5)));
   maybe(spec.skewed_share, 0.01f + 0.9f * share());
   maybe(spec.rehearsed, true);
-  maybe(spec.label_channels, 1 + below(40));
   spec.budget.kind = static_cast<BudgetKind>(below(7));
   maybe(spec.budget.min_tokens, 1 + below(99));
   maybe(spec.budget.share, share());
@@ -70,7 +72,8 @@ inline PolicySpec random_policy(std::mt19937& rng) {
   for (;;) {
     PolicySpec spec;
     spec.name = "random";
-    spec.sources = static_cast<std::uint8_t>(rng() % 3 == 0 ? rng() % 128 : rng() % 2 << rng() % 7);
+    spec.sources = static_cast<std::uint16_t>(rng() % 3 == 0 ? rng() % 128 : rng() % 2 << rng() % 7);
+    if (rng() % 4 == 0) spec.sources |= static_cast<std::uint16_t>(Source::labels);
     fill_randomly(spec, rng);
     try {
       validate(spec);
