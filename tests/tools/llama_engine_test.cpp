@@ -1,8 +1,8 @@
 // A model whose attention is planned forwards of an Engine, on the host.
+#include "tests/support/data.hpp"
 #include "tests/tools/llama_engine_cases.hpp"
 #include "tests/tools/llama_failure.hpp"
 #include "tools/llama/tasks.hpp"
-#include "tools/llama/tokenizer.hpp"
 
 using namespace sluice;
 using namespace sluice::tools;
@@ -96,18 +96,13 @@ TEST_CASE("a batch that cannot be is refused, and changes nothing", "[llama][eng
   CHECK(three.tokens() == 3);
 }
 
-TEST_CASE("the testbed answers needle and key-value tasks under dense attention", "[llama][engine]") {
-  const EngineOptions options = test::engine_options(testbed_model(), DType::bf16, 2048);
-  sluice::Engine engine(options, nullptr);
-  for (const TaskKind kind : {TaskKind::niah, TaskKind::niah_long, TaskKind::multikey, TaskKind::kv}) {
-    for (const std::uint64_t seed : {1u, 2u}) {
-      const Task task = make_task(kind, 2048, seed);
-      EngineSession session(testbed_model(), engine, nullptr, parse_policy("full"));
-      session.prefill(ByteTokenizer::encode(task.prompt));
-      const std::string output = ByteTokenizer::decode(test::decode_greedily(session, task.answer.size()));
-      CAPTURE(to_string(kind), seed, task.answer, output);
-      CHECK(solved(task, output));
-    }
+TEST_CASE("the testbed answers its tasks under dense attention", "[llama][engine]") {
+  sluice::Engine engine(test::engine_options(testbed_model(), DType::bf16, 2048), nullptr);
+  for (const Task& task : read_tasks(test::test_data() + "/testbed/tasks.jsonl", testbed_model().config())) {
+    EngineSession session(testbed_model(), engine, nullptr, parse_policy("full"));
+    session.prefill(task.prompt);
+    CAPTURE(task.name, task.length);
+    CHECK(is_right(task, test::decode_greedily(session, task.answer.size())));
   }
 }
 

@@ -15,13 +15,7 @@ using sluice::test::TemporaryDirectory;
 
 namespace {
 
-ModelConfig bytes_config() {
-  ModelConfig config = preset_config("testbed");
-  config.bos_token_ids = {256};
-  return config;
-}
-
-std::vector<Task> tasks_of(const std::string& text, const ModelConfig& config = bytes_config()) {
+std::vector<Task> tasks_of(const std::string& text, const ModelConfig& config = llama_tiny()) {
   const TemporaryDirectory scratch;
   return read_tasks(scratch.write("tasks", text), config);
 }
@@ -29,7 +23,7 @@ std::vector<Task> tasks_of(const std::string& text, const ModelConfig& config = 
 }  // namespace
 
 TEST_CASE("tasks are texts of bytes or token ids, with names and lengths or without", "[llama][tasks]") {
-  const auto tasks = tasks_of(R"({"task": "niah", "length": 2048, "prompt": "ab", "answer": " c\n"})"
+  const std::vector<Task> tasks = tasks_of(R"({"task": "niah", "length": 2048, "prompt": "ab", "answer": " c\n"})"
                               "\n \r\n"
                               R"({"prompt": [256, 7, 319], "answer": [8, 9]})");
   REQUIRE(tasks.size() == 2);
@@ -95,7 +89,7 @@ TEST_CASE("tasks of another vocabulary are refused", "[llama][tasks]") {
   const auto failure = test::failure_of([] { (void)tasks_of(R"({"prompt": [320], "answer": [1]})"); });
   CHECK(failure.code == Errc::invalid_argument);
   CHECK(test::mentions(failure.message, {"line 1", "token 320", "below 320"}));
-  ModelConfig words = bytes_config();
+  ModelConfig words = llama_tiny();
   words.vocab_size = 1000;
   CHECK(tasks_of(R"({"prompt": [999], "answer": [1]})", words).size() == 1);
   const auto text = test::failure_of([&] { (void)tasks_of(R"({"prompt": "a", "answer": [1]})", words); });

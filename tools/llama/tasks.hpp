@@ -15,11 +15,11 @@ namespace sluice::tools {
 /// or texts if the model's tokens are bytes; task and length may be left out.
 struct Task {
   std::size_t line = 0;  ///< of the file, from 1
-  std::string name;
-  std::uint32_t length = 0;  ///< that the file says, or the prompt's rounded up to a power of two
-  std::vector<int> prompt;   ///< token ids, of a text with BOS in front
-  std::vector<int> answer;   ///< token ids, without BOS
-  bool text = false;         ///< the answer is judged as text, without the white space around it
+  std::string name{};
+  std::uint32_t length = 0;   ///< that the file says, or the prompt's rounded up to a power of two
+  std::vector<int> prompt{};  ///< token ids, of a text with BOS in front
+  std::vector<int> answer{};  ///< token ids, without BOS
+  bool text = false;          ///< the answer is judged as text, without the white space around it
 };
 
 /// @throws Error{Errc::corrupt} naming file and line of what is no task; Error{Errc::invalid_argument} of tokens that

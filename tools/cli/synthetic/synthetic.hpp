@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "cpu/backend/backend.hpp"
@@ -49,8 +48,9 @@ void check_sinks(const SyntheticOptions& options);
 /// heavy: unit variance, neighbours correlate by 0.5, s from 2 to 4.5 by KV head. The distance is counted from the
 /// last step, so that it is a property of the key. slashes: a sum of rotary pairs with log-spaced frequencies and
 /// phases of the query head's own, a function of t - j alone. noise: queries drift slowly (0.95 per step) through
-/// directions that carry nothing else. Sinks: keys with a dimension of their own, in which every query, of prompt and steps, asks for just as much as makes
-/// its share the one wanted. As in trained models their values are small, a tenth of the others'.
+/// directions that carry nothing else. Sinks: keys with a dimension of their own, in which every query, of prompt and
+/// steps, asks for just as much as makes its share the one wanted. As in trained models their values are small, a tenth
+/// of the others'.
 ///
 /// Everything follows from `seed`, whatever the number of threads. Pages lie in a HostPool as a sequence leaves
 /// them there: the heads' pages interleaved.
