@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <utility>
 
@@ -32,23 +33,32 @@ struct EvalOptions {
   OutputOptions output;
 };
 
-/// Dense attention first.
+/// Dense attention first, each policy once.
 std::vector<NamedPolicy> policies_of(const std::string& text) {
-  std::vector<NamedPolicy> policies{{.name = kDense, .spec = parse_policy(kDense)}};
-  for (const std::string& name : split_policies(text)) {
-    if (name != kDense) policies.push_back({.name = name, .spec = parse_policy(name)});
+  std::vector<std::string> names{kDense};
+  if (text == "presets") {
+    for (const PolicyPreset& preset : policy_presets()) names.push_back(preset.spec.name);
+  } else {
+    std::ranges::copy(split_policies(text), std::back_inserter(names));
+  }
+  std::vector<NamedPolicy> policies;
+  for (const std::string& name : names) {
+    if (std::ranges::find(policies, name, &NamedPolicy::name) == policies.end())
+      policies.push_back({.name = name, .spec = parse_policy(name)});
   }
   return policies;
 }
 
 Json config_of(const EvalOptions& options, const EngineFlags& runtime, const std::vector<NamedPolicy>& policies,
                const PrefillSpec& prefill) {
+  Json mode = to_json(prefill);
+  mode["name"] = to_text(prefill);
   Json compositions = Json::object();
   for (const NamedPolicy& policy : policies) compositions[policy.name] = to_string(policy.spec);
   return {{"model", options.model},
           {"tasks", options.tasks},
           {"policies", compositions},
-          {"prefill", to_json(prefill)},
+          {"prefill", std::move(mode)},
           {"prefill_chunk", runtime.prefill_chunk},
           {"decode_prompt", options.answers.decode_prompt},
           {"max_tokens", options.answers.max_tokens},
@@ -104,8 +114,8 @@ void add_eval(CLI::App& app, int& exit_code) {
       ->type_name("FILE");
   command
       ->add_option("--policies", options->policies,
-                   "Comma list; a comma followed by key=value goes on with the policy before it, ; always ends it; "
-                   "full is there always")
+                   "`presets`, or a comma list; a comma followed by key=value goes on with the policy before it, ; "
+                   "always ends it; full is there always")
       ->capture_default_str();
   add_prefill_flags(*command, options->prefill);
   add_count(*command, "--decode-prompt", options->answers.decode_prompt,
