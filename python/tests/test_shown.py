@@ -62,6 +62,11 @@ def folder(tmp_path: Path) -> Path:
     """With the files that commands read."""
     (tmp_path / "tasks.jsonl").write_text((Path(TESTBED) / "tasks.jsonl").read_text().partition("\n")[0])
     found = {"tasks": {"results": [{"task": "niah", "policy": "full", "accuracy": 1, "bytes": 1}]}}
+    # As doctor --machine writes it, which measures for a minute.
+    rates = {"device_gbps": 1000.0, "link_gbps": 50.0, "cpu_gbps": 100.0, "launch_us": 5.0, "hand_over_us": 5.0}
+    machine = {"kind": "machine", "schema_version": 1, "name": "by hand", "device_bytes": 8 << 30,
+               "host_bytes": 64 << 30, **rates}
+    (tmp_path / "machine.json").write_text(json.dumps(machine))
     (tmp_path / "found.json").write_text(json.dumps(found))
     (tmp_path / "prompt.txt").write_text("The grass is green. " * 30 + "\nQ: What is the special magic value?\nA:")
     return tmp_path
@@ -98,8 +103,6 @@ def test_listed(command: Shown) -> None:
 @pytest.mark.parametrize("command", OF_THE_PROGRAM, ids=lambda command: command.place)
 def test_the_program_runs(command: Shown, folder: Path) -> None:
     words = smaller(command.words)
-    if "--machine" in words and "plan" in words:
-        assert run(folder, "doctor", "--machine", "machine.json").returncode == 0
     if "--measured" in words:
         measure = "bench gpu --device host --length 1K --layers 1 --steps 1 --warm-up 1 --sections attention"
         assert run(folder, *measure.split(), "-o", "json", "--output", "report.json").returncode == 0

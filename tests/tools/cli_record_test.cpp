@@ -77,6 +77,7 @@ while [ $count -gt 0 ]; do
     --layers | --steps | --warm-up) word=1 ;;
     --ragged) word=128 ;;
     --rows) word=2 ;;
+    --sections) word=${word%,kernels} ;;
   esac
   before=$1
   shift
