@@ -86,7 +86,8 @@ TEST_CASE("eval takes tasks that are texts, and says what came of them as text",
   const TemporaryDirectory scratch;
   const std::string prompt =
       "The grass is green. The sky is blue. \\nOne of the special magic values for vivid-otter is: 4815162.\\n"
-      "The sun is yellow. Here we go. There and back again. \\nQ: What is the special magic value for vivid-otter?\\nA:";
+      "The sun is yellow. Here we go. There and back again. \\nQ: What is the special magic value for "
+      "vivid-otter?\\nA:";
   const std::string text = "{\"prompt\": \"" + prompt + "\", \"answer\": \"4815162\"}\n";
   const std::string arguments = tasks_of(scratch, text + "\n" + text) + "--policies full --audit 0 ";
   const json tasks = found_by(arguments);
@@ -134,8 +135,8 @@ TEST_CASE("plot draws what eval found, and tells ways to read prompts apart", "[
   std::string files;
   for (const char* const prefill : {"full", "flexprefill@0.5"}) {
     const std::string file = scratch.file(prefill);
-    const Outcome outcome = sluice::test::sluice(arguments + "--min-budget 128 --prefill " + prefill +
-                                                 " -o json --output '" + file + "'");
+    const Outcome outcome =
+        sluice::test::sluice(arguments + "--min-budget 128 --prefill " + prefill + " -o json --output '" + file + "'");
     CAPTURE(outcome.err);
     REQUIRE(outcome.code == 0);
     const json rows = json::parse(read_file(file)).at("tasks").at("results");

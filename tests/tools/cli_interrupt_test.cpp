@@ -31,7 +31,8 @@ class Spawned {
  public:
   Spawned(std::vector<std::string> words, const std::string& out) {
     terminal_ = ::posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
-    if (terminal_ < 0 || ::grantpt(terminal_) != 0 || ::unlockpt(terminal_) != 0) throw std::runtime_error("no terminal");
+    if (terminal_ < 0 || ::grantpt(terminal_) != 0 || ::unlockpt(terminal_) != 0)
+      throw std::runtime_error("no terminal");
     const std::string name = ::ptsname(terminal_);
     words.insert(words.begin(), sluice::test::cli_path());
     std::vector<char*> argv;
@@ -89,9 +90,10 @@ const std::string kModel = sluice::test::test_data() + "/testbed";
 /// The command on a file of `tasks` under two policies.
 std::vector<std::string> eval_of(const TemporaryDirectory& scratch, const std::string& tasks,
                                  const std::vector<std::string>& more = {}) {
-  std::vector<std::string> words = {"eval", "--model", kModel, "--tasks", scratch.write("tasks.jsonl", tasks), "--policies",
-                                    "full;streaming", "--audit", "0", "--decode-prompt", "1", "--max-tokens", "1",
-                                    "--threads", "2", "-o", "json"};
+  std::vector<std::string> words = {"eval", "--model", kModel, "--tasks", scratch.write("tasks.jsonl", tasks)};
+  for (const char* const word : {"--policies", "full;streaming", "--audit", "0", "--decode-prompt", "1", "--max-tokens",
+                                 "1", "--threads", "2", "-o", "json"})
+    words.emplace_back(word);
   words.insert(words.end(), more.begin(), more.end());
   return words;
 }

@@ -24,8 +24,8 @@ std::vector<Task> tasks_of(const std::string& text, const ModelConfig& config = 
 
 TEST_CASE("tasks are texts of bytes or token ids, with names and lengths or without", "[llama][tasks]") {
   const std::vector<Task> tasks = tasks_of(R"({"task": "niah", "length": 2048, "prompt": "ab", "answer": " c\n"})"
-                              "\n \r\n"
-                              R"({"prompt": [256, 7, 319], "answer": [8, 9]})");
+                                           "\n \r\n"
+                                           R"({"prompt": [256, 7, 319], "answer": [8, 9]})");
   REQUIRE(tasks.size() == 2);
   CHECK(tasks[0].line == 1);
   CHECK(tasks[0].name == "niah");

@@ -115,8 +115,7 @@ std::vector<Task> read_tasks(const std::string& path, const ModelConfig& config)
     tasks.back().line = number;
   }
   if (tasks.empty()) {
-    throw Error(Errc::corrupt,
-                path + R"( has no tasks; write one on each line, as {"prompt": [1, 2], "answer": [3]})");
+    throw Error(Errc::corrupt, path + R"( has no tasks; write one on each line, as {"prompt": [1, 2], "answer": [3]})");
   }
   return tasks;
 }
@@ -127,7 +126,8 @@ std::uint32_t answer_limit(const Task& task, std::uint32_t max_tokens) noexcept 
 }
 
 bool is_right(const Task& task, std::span<const int> output) {
-  if (task.text) return stripped(ByteTokenizer::decode(output)).starts_with(stripped(ByteTokenizer::decode(task.answer)));
+  if (task.text)
+    return stripped(ByteTokenizer::decode(output)).starts_with(stripped(ByteTokenizer::decode(task.answer)));
   return output.size() >= task.answer.size() && std::ranges::equal(output.first(task.answer.size()), task.answer);
 }
 

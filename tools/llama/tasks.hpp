@@ -11,8 +11,8 @@
 namespace sluice::tools {
 
 /// A prompt with one right answer. Files of them are those of `python -m sluice eval --tasks`: a JSON object on each
-/// line, {"task": name, "length": tokens, "prompt": ..., "answer": ...}, where prompt and answer are lists of token ids,
-/// or texts if the model's tokens are bytes; task and length may be left out.
+/// line, {"task": name, "length": tokens, "prompt": ..., "answer": ...}, where prompt and answer are lists of token
+/// ids, or texts if the model's tokens are bytes; task and length may be left out.
 struct Task {
   std::size_t line = 0;  ///< of the file, from 1
   std::string name{};

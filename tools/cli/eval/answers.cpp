@@ -152,9 +152,8 @@ Answer Answers::answer(sluice::Engine& engine, const EngineSession& prompt, std:
                           .stats = since(before, engine.stats()),
                           .audited = engine.audit(session.sequence()),
                           .code_bits = made.code_bits};
-  answer.read = read_shares(score, made.shape, {.page_tokens = made.page_tokens,
-                                                .head_dim = made.shape.head_dim,
-                                                .dtype = made.kv_dtype});
+  answer.read = read_shares(score, made.shape,
+                            {.page_tokens = made.page_tokens, .head_dim = made.shape.head_dim, .dtype = made.kv_dtype});
   if (score.audited.coverage.count() != 0) {
     answer.coverage = score.audited.coverage.mean();
     answer.bypassed = static_cast<double>(score.audited.bypassed_heads) /

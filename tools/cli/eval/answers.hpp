@@ -31,8 +31,8 @@ struct NamedPolicy {
 struct Answer {
   std::vector<int> output;
   bool right = false;
-  ReadShares read;             ///< over question and answer
-  double prompt_blocks = 1.0;  ///< of dense attention's blocks, the share that the prompt computed
+  ReadShares read;                 ///< over question and answer
+  double prompt_blocks = 1.0;      ///< of dense attention's blocks, the share that the prompt computed
   std::optional<double> coverage;  ///< mean share of exact softmax mass that was attended; none: not audited
   double bypassed = 0.0;           ///< share of query heads, where it was
 };
@@ -48,14 +48,14 @@ struct AnswerOptions {
 /// answers greedily.
 class Answers {
  public:
-  Answers(const AnswerOptions& options, const EngineFlags& flags, const Model& model,
-          std::vector<NamedPolicy> policies, std::shared_ptr<Device> device);
+  Answers(const AnswerOptions& options, const EngineFlags& flags, const Model& model, std::vector<NamedPolicy> policies,
+          std::shared_ptr<Device> device);
 
-  /// @throws Error{Errc::invalid_argument} naming the line if a prompt and its answer exceed the model's context, before
-  /// anything runs.
+  /// @throws Error{Errc::invalid_argument} naming the line if a prompt and its answer exceed the model's context,
+  /// before anything runs.
   void check(std::span<const Task> tasks, const std::string& file) const;
-  /// By task every policy's, in the tasks' order. Interrupted, those of the tasks before the first that not every policy
-  /// has answered.
+  /// By task every policy's, in the tasks' order. Interrupted, those of the tasks before the first that not every
+  /// policy has answered.
   [[nodiscard]] std::vector<std::vector<Answer>> run(std::span<const Task> tasks, ProgressBar& bar) const;
 
  private:

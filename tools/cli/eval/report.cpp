@@ -97,12 +97,9 @@ Json item(const Task& task, const std::vector<Answer>& answers, const std::vecto
     output["first_other"] = first_other(answer.output, answers.front().output);
     outputs[policies[p].name] = std::move(output);
   }
-  return {{"line", task.line},
-          {"task", task.name},
-          {"length", task.length},
-          {"prompt_tokens", task.prompt.size()},
-          {"answer", said(task.answer)},
-          {"outputs", std::move(outputs)}};
+  return {{"line", task.line},           {"task", task.name},
+          {"length", task.length},       {"prompt_tokens", task.prompt.size()},
+          {"answer", said(task.answer)}, {"outputs", std::move(outputs)}};
 }
 
 /// Indices of the tasks of each row of results.

@@ -31,9 +31,9 @@ PlotSeries& series_of(Plot& plot, const std::string& name) {
 /// A report of eval with tasks.
 Json report_of(const std::string& file) {
   const auto refuse = [&](const std::string& cause) {
-    throw Error(Errc::corrupt,
-                "'" + file + "' " + cause + "; write it by `sluice eval -o json --output FILE`, or `python -m sluice "
-                "eval --json FILE`");
+    throw Error(Errc::corrupt, "'" + file + "' " + cause +
+                                   "; write it by `sluice eval -o json --output FILE`, or `python -m sluice "
+                                   "eval --json FILE`");
   };
   Json document = Json::parse(read_text_file(file), nullptr, false);
   if (document.is_discarded()) refuse("is no JSON");
