@@ -55,16 +55,18 @@ std::vector<std::vector<Answer>> Answers::run(std::span<const Task> tasks, Progr
   for (std::vector<Answer>& of_task : answers) of_task.resize(policies_.size());
   std::vector<std::size_t> given(tasks.size());
   std::size_t done = 0;
+  const auto show = [&](const std::string& note) { bar.update(done, tasks.size() * policies_.size(), note); };
+  const auto reads = [&](const Task& task) { show("reads " + task.name + ' ' + std::to_string(task.length)); };
   const auto told = [&](const Task& task, const NamedPolicy& policy) {
     ++given[static_cast<std::size_t>(&task - tasks.data())];
-    bar.update(++done, tasks.size() * policies_.size(),
-               task.name + ' ' + std::to_string(task.length) + ' ' + policy.name);
+    ++done;
+    show(task.name + ' ' + std::to_string(task.length) + ' ' + policy.name);
   };
-  bar.update(0, tasks.size() * policies_.size(), "reads " + tasks.front().name);
   try {
     for (std::size_t first = 0; first < tasks.size(); first += kPromptsAtOnce) {
       const std::size_t count = std::min(kPromptsAtOnce, tasks.size() - first);
-      answer_all(tasks.subspan(first, count), std::span(answers).subspan(first, count), told);
+      const std::vector<Prompt> prompts = prefilled(tasks.subspan(first, count), reads);
+      answer_all(tasks.subspan(first, count), prompts, std::span(answers).subspan(first, count), told);
     }
   } catch (const Interrupted&) {
     const auto open = [&](std::size_t count) { return count < policies_.size(); };
@@ -73,7 +75,7 @@ std::vector<std::vector<Answer>> Answers::run(std::span<const Task> tasks, Progr
   return answers;
 }
 
-std::vector<Answers::Prompt> Answers::prefilled(std::span<const Task> tasks) const {
+std::vector<Answers::Prompt> Answers::prefilled(std::span<const Task> tasks, const Reads& reads) const {
   const PolicySpec dense = parse_policy("full");
   EngineFlags flags = flags_;
   flags.audit_every = 0;
@@ -85,21 +87,26 @@ std::vector<Answers::Prompt> Answers::prefilled(std::span<const Task> tasks) con
   std::vector<Prompt> prompts;
   for (const Task& task : tasks) {
     const std::span<const int> tokens = task.prompt;
+    reads(task);
     Prompt& prompt = prompts.emplace_back();
     prompt.question = tokens.last(std::min<std::size_t>(options_.decode_prompt, tokens.size() - 1));
     const EngineStats before = engine.stats();
     EngineSession session(runner, dense);
     session.prefill(
         tokens.first(tokens.size() - prompt.question.size()),
-        [](std::uint32_t, std::uint32_t) { stop_if_interrupted(); }, &prompt.cache);
+        [&](std::uint32_t, std::uint32_t) {
+          stop_if_interrupted();
+          reads(task);
+        },
+        &prompt.cache);
     prompt.blocks = blocks_of(since(before, engine.stats()));
   }
   return prompts;
 }
 
-void Answers::answer_all(std::span<const Task> tasks, std::span<std::vector<Answer>> answers, const Told& told) const {
+void Answers::answer_all(std::span<const Task> tasks, std::span<const Prompt> prompts,
+                         std::span<std::vector<Answer>> answers, const Told& told) const {
   // One engine after the other, so that only one holds memory.
-  const std::vector<Prompt> prompts = prefilled(tasks);
   for (const EngineGroup& group : by_engine(specs_, flags_)) answer_all(group, tasks, prompts, answers, told);
 }
 

@@ -62,10 +62,12 @@ class Answers {
   struct Prompt;
   /// Of the longest task, with its answer.
   [[nodiscard]] std::uint32_t tokens_of(std::span<const Task> tasks) const;
-  /// The tasks' prompts, but for their questions.
-  [[nodiscard]] std::vector<Prompt> prefilled(std::span<const Task> tasks) const;
+  using Reads = std::function<void(const Task&)>;
+  /// The tasks' prompts, but for their questions. Calls `reads` with every chunk.
+  [[nodiscard]] std::vector<Prompt> prefilled(std::span<const Task> tasks, const Reads& reads) const;
   using Told = std::function<void(const Task&, const NamedPolicy&)>;
-  void answer_all(std::span<const Task> tasks, std::span<std::vector<Answer>> answers, const Told& told) const;
+  void answer_all(std::span<const Task> tasks, std::span<const Prompt> prompts, std::span<std::vector<Answer>> answers,
+                  const Told& told) const;
   void answer_all(const EngineGroup& group, std::span<const Task> tasks, std::span<const Prompt> prompts,
                   std::span<std::vector<Answer>> answers, const Told& told) const;
   [[nodiscard]] Answer answer(sluice::Engine& engine, const EngineSession& prompt, std::span<const int> question,
