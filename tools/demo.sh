@@ -175,8 +175,8 @@ cat <<TEXT
 What to try next, with ${kSluice#"$PWD"/}:
   sluice doctor                     what this machine has, and options to begin with
   sluice policies                   what else decides which tokens are attended; a line of grammar is a new one
-  sluice eval --model ${kModel#"$PWD"/} --tasks niah,kv --lengths 2K,8K --count 4 \\
-    --policies "full;sluice;streaming" --plot accuracy.svg     answers by policy and length, and a picture of them
+  sluice eval --model ${kModel#"$PWD"/} --tasks ${kModel#"$PWD"/}/tasks.jsonl \\
+    --policies "full;sluice;streaming"     answers by policy and length
   sluice run --model DIR --prompt-file FILE --policy sluice    a Llama of yours
   tools/demo.sh --real              a model that others have trained, asked about Python's documentation
 Models of transformers, and a server: docs/python.md, docs/serving.md. On a GPU: docs/command.md.

@@ -17,6 +17,9 @@ namespace {
 
 const std::string kModel = sluice::test::testbed_model();
 
+/// With a file of tasks.
+const std::string kAsked = "eval " + kModel + "--tasks '" + sluice::test::test_data() + "/testbed/tasks.jsonl' ";
+
 Outcome run_model(const std::string& arguments) {
   return sluice::test::sluice("run " + kModel + "--max-tokens 2 " + arguments);
 }
@@ -50,20 +53,17 @@ TEST_CASE("wrong usage is exit code 2 and one line that names the cause", "[cli]
       {"run " + kModel + "--prompt a --max-tokens 0", "--max-tokens"},
       {"run " + kModel + "--prompt a --threads -1", "--threads"},
       {"run " + kModel + "--prompt ''", "prompt"},
-      {"eval " + kModel + "--tasks nosuch", "nosuch"},
-      {"eval " + kModel + "--lengths 0", "--lengths"},
-      {"eval " + kModel + "--policies ','", "--policies"},
+      {"eval " + kModel, "--tasks"},
       {"eval --tasks kv", "--model"},
-      {"eval " + kModel + "--tasks kv,niah --lengths 1K,32K", "take at most 327"},
-      {"eval " + kModel + "--tasks ''", "--needles"},
-      {"eval " + kModel + "--policies 'history | fitted=0.9'", "clusters | fitted=0.9"},
-      {"eval --tasks '' --needles x", "--needles"},
-      {"eval --tasks '' --needles 8 --needle-tokens 16", "--needles"},
-      {"eval --tasks '' --needles 1 --needle-tokens 2K,4K", "--needle-tokens"},
-      {"eval --tasks '' --needles 1 --sinks 2", "--sinks"},
-      {"eval --tasks '' --needles 1 --sinks 1", "--sinks"},
-      {"eval --tasks '' --needles 1 --needle-tokens 60 --sinks 0.5", "--sinks"},
-      {"eval " + kModel + "--sinks 0.5", "--needles"},
+      {"eval " + kModel + "--tasks nosuch", "nosuch"},
+      {"eval " + kModel + "--tasks ''", "empty"},
+      {kAsked + "--policies ','", "--policies"},
+      {kAsked + "--policies nosuch", "nosuch"},
+      {kAsked + "--policies 'history | fitted=0.9'", "clusters | fitted=0.9"},
+      {kAsked + "--near 110%", "--near"},
+      {"bench cpu --sections attention --length 1K --sinks 2", "--sinks"},
+      {"bench cpu --sections attention --length 1K --sinks 1", "--sinks"},
+      {"bench cpu --sections attention --length 60 --sinks 0.5", "--sinks"},
       {"bench", "subcommand"},
       {"bench tpu", "tpu"},
       {"run --modle x --prompt a", "--modle"},

@@ -1,13 +1,11 @@
 // The command's `eval`.
 #include <cstdlib>
-#include <sstream>
+#include <map>
 #include <string>
-#include <vector>
 
 #include <nlohmann/json.hpp>
 
 #include "tests/support/catch.hpp"
-#include "tests/support/data.hpp"
 #include "tests/tools/cli_process.hpp"
 #include "tests/tools/cli_report.hpp"
 
@@ -15,214 +13,139 @@ using nlohmann::json;
 using sluice::test::contains;
 using sluice::test::Outcome;
 using sluice::test::read_file;
-using sluice::test::report_of;
+using sluice::test::short_tasks;
+using sluice::test::tasks_of;
 using sluice::test::TemporaryDirectory;
 
 namespace {
 
 const std::string kEval = "eval " + sluice::test::testbed_model() + "--threads 2 ";
 
+/// The key `tasks` of its report.
+json found_by(const std::string& arguments) { return sluice::test::json_of(kEval + arguments).at("tasks"); }
+
+/// The last of the short tasks, kv, whose answer is in the middle of its prompt.
+std::string one_task() {
+  const std::string tasks = short_tasks();
+  return tasks.substr(tasks.rfind('\n', tasks.size() - 2) + 1);
+}
+
 }  // namespace
 
-TEST_CASE("eval reports every policy at every task and length, and dense solves the needle", "[cli]") {
-  const std::string policies = "--policies full,topk:budget=64,sinks=4,streaming --count 1 --seed 5 ";
-  const Outcome outcome = sluice::test::sluice(kEval + "--tasks niah,kv --lengths 512,1K " + policies + "-o json");
-  CAPTURE(outcome.err);
-  REQUIRE(outcome.code == 0);
-  CHECK_FALSE(contains(outcome.err, "|"));  // No table; a slow machine may be told of progress.
-  const json report = report_of(outcome.out, "eval");
-  CHECK(report.at("config").at("seed") == 5);
-  const json rows = report.at("results").at("eval");
-  REQUIRE(rows.size() == 2 * 2 * 3);
-  for (const json& row : rows) {
+TEST_CASE("eval holds every policy against dense attention on every task, which solves them", "[cli]") {
+  const TemporaryDirectory scratch;
+  const std::string policies = "--policies 'topk:budget=64,sinks=4;full | page=32;streaming:recent=8;full' ";
+  const json report = sluice::test::json_of(kEval + tasks_of(scratch, short_tasks()) + policies);
+  CHECK(report.at("config").at("policies").size() == 4);
+  CHECK_FALSE(report.contains("results"));  // They are in `tasks`, as those of the package are.
+  const json& tasks = report.at("tasks");
+  CHECK(tasks.at("failed").empty());
+  const json& rows = tasks.at("results");
+  REQUIRE(rows.size() == (3 + 1) * 4);  // With all tasks of the length; dense attention is the first of each.
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const json& row = rows[i];
     CAPTURE(row.dump());
-    if (row.at("policy") == "full") {
-      CHECK(row.at("attended_share") == 1.0);
-      CHECK(row.at("coverage_mean") > 0.999);
-      if (row.at("task") == "niah") CHECK(row.at("accuracy") == 1.0);
+    const std::string policy = row.at("policy");
+    CHECK((policy == "full") == (i % 4 == 0));
+    CHECK(row.at("task") == (i < 4 ? "niah" : i < 8 ? "multikey" : i < 12 ? "kv" : "all"));
+    CHECK(row.at("length") == 512);
+    CHECK(row.at("prompts") == (i < 12 ? 1 : 3));
+    CHECK(row.at("attended").get<double>() <= 1.0);
+    if (policy.starts_with("full")) {
+      CHECK(row.at("accuracy") == 1.0);
+      CHECK(row.at("same_answer") == 1.0);
+      CHECK(row.at("whole") == true);
+      CHECK(row.at("coverage") > 0.999);
+    } else if (policy == "streaming:recent=8") {
+      CHECK(row.at("right") == 0);
+      CHECK(row.at("only_dense") == row.at("prompts"));
+      CHECK(row.at("coverage") < 0.9);
+    } else {
+      CHECK(row.at("whole") == false);
     }
-    if (row.at("policy") == "topk:budget=64,sinks=4") CHECK(row.at("attended_share") < 1.0);
   }
-  // The same seed, the same rows, whatever else is asked: nothing measured here depends on time, but for the time
-  // itself, and which of the machine's kernels win their race.
-  const auto timeless = [](const json& results) {
-    json kept = json::array();
-    for (json row : results.at("eval")) {
-      if (row.at("length_tokens") != 512) continue;
-      row.erase("layer_us");
-      row.erase("prefill_ms");
-      kept.push_back(row);
-    }
-    return kept;
-  };
+  for (const json& item : tasks.at("items")) {
+    const json& outputs = item.at("outputs");
+    CHECK(outputs.at("full").at("first_other").is_null());
+    CHECK(outputs.at("full").at("ids").size() == item.at("answer").size());
+    CHECK(outputs.at("streaming:recent=8").at("first_other") < item.at("answer").size());
+  }
+  // Nothing here depends on time, but for which of the machine's kernels win their race, nor on what else is asked,
+  // which may have taken the near memory.
   ::setenv("SLUICE_CPU_ISA", report.at("host").at("isa").get<std::string>().c_str(), 1);
-  const Outcome again = sluice::test::sluice(kEval + "--tasks niah,kv --lengths 512 " + policies + "-o json");
+  const json again = found_by(tasks_of(scratch, one_task()) + policies).at("items").at(0).at("outputs");
   ::unsetenv("SLUICE_CPU_ISA");
-  REQUIRE(timeless(report.at("results")).size() == 2 * 3);
-  CHECK(timeless(json::parse(again.out).at("results")) == timeless(report.at("results")));
+  for (const auto& [policy, output] : tasks.at("items").at(2).at("outputs").items()) {
+    CAPTURE(policy);
+    for (const char* const key : {"ids", "attended"}) CHECK(again.at(policy).at(key) == output.at(key));
+    CHECK(again.at(policy).at("coverage") == Approx(output.at("coverage").get<double>()).epsilon(1e-5));
+  }
 }
 
-TEST_CASE("eval compares with dense attention prompt by prompt, under the far tokens that another shape has", "[cli]") {
-  const std::string arguments = kEval + "--tasks niah --lengths 2K --count 2 ";
-  const Outcome outcome = sluice::test::sluice(arguments +
-                                               "--policies 'full;sluice;sluice | far=256;streaming:recent=8' --paired "
-                                               "--far 1024 --far-shape llama-3.1-8b -o json");
-  CAPTURE(outcome.err);
-  REQUIRE(outcome.code == 0);
-  const json results = report_of(outcome.out, "eval").at("results");
-  const json rows = results.at("pairs");
-  REQUIRE(rows.size() == 3);  // Dense attention is what they are compared with.
-  for (const json& row : rows) {
-    CAPTURE(row.dump());
-    CHECK(row.at("prompts") == 2);
-    CHECK(row.at("dense_accuracy") == 1.0);
-    if (row.at("policy") == "streaming:recent=8") {
-      CHECK(row.at("divergence_nats") > 0.1);
-      CHECK(row.at("same_at_least") < 0.9);
-      continue;
-    }
-    CHECK(row.at("same_answers") == 2);
-    CHECK(row.at("same_at_least") == Approx(std::sqrt(0.05)).epsilon(1e-4));
-    CHECK(row.at("divergence_nats") < 0.05);
-    // 32 of each of 32 query heads are 32 of each of 8; a policy's own budget stays.
-    CHECK(row.at("far_budget_tokens") == 256);
-  }
-  double whole = 0.0, cut = 0.0;
-  const auto attended = [](const json& row) { return row.at("attended_share").get<double>(); };
-  for (const json& row : results.at("eval")) {
-    if (row.at("policy") == "sluice") cut += attended(row);
-  }
-  const json uncut = report_of(sluice::test::sluice(arguments + "--policies sluice -o json").out, "eval").at("results");
-  CHECK_FALSE(uncut.contains("pairs"));
-  for (const json& row : uncut.at("eval")) whole += attended(row);
-  CHECK(cut < 0.8 * whole);
-
-  CHECK(contains(sluice::test::sluice(kEval + "--policies sluice --paired").err, "name full among --policies"));
-  CHECK(contains(sluice::test::sluice(kEval + "--far-shape llama-3.1-8b").err, "give --far auto"));
-  CHECK(contains(sluice::test::sluice(kEval + "--far 64 --far-shape llama-9").err, "llama-3.1-8b"));
-  CHECK(sluice::test::sluice(kEval + "--far many").code != 0);
-}
-
-TEST_CASE("eval reads texts on and compares what is predicted", "[cli]") {
-  const std::string text = kEval + "--tasks '' --text '" + sluice::test::test_data() + "/testbed/README.md' ";
-  const std::string arguments = text + "--text-lengths 512,1K --text-tokens 40 --count 2 ";
-  const Outcome outcome = sluice::test::sluice(arguments + "--policies 'full;topk;streaming:recent=8' -o json");
-  CAPTURE(outcome.err);
-  REQUIRE(outcome.code == 0);
-  const json results = report_of(outcome.out, "eval").at("results");
-  CHECK_FALSE(results.contains("eval"));
-  const json rows = results.at("text");
-  REQUIRE(rows.size() == 2 * 3);
-  for (const json& row : rows) {
-    CAPTURE(row.dump());
-    CHECK(row.at("passages") == 2);
-    CHECK(row.at("predicted_tokens") == 2 * 39);  // What comes behind the last one is not known.
-    const double ratio = row.at("perplexity_over_dense");
-    // Far from a guess among 320 bytes, and far from certain.
-    CHECK(row.at("perplexity") > 2.0);
-    CHECK(row.at("perplexity") < 20.0);
-    if (row.at("policy") == "full") {
-      CHECK(ratio == 1.0);
-      CHECK(row.at("divergence_worst_nats") == 0.0);
-      CHECK(row.at("same_prediction_share") == 1.0);
-    } else if (row.at("policy") == "topk") {
-      CHECK(ratio == Approx(1.0).epsilon(0.1));
-      CHECK(row.at("divergence_nats") > 0.0);
-    } else {
-      CHECK(ratio > 1.02);
-      CHECK(row.at("divergence_nats") > 0.05);
-      CHECK(row.at("same_prediction_share") < 1.0);
-    }
-  }
-  const json alone = report_of(sluice::test::sluice(arguments + "--policies topk -o json").out, "eval").at("results");
-  CHECK(alone.at("text").at(0).at("divergence_nats").is_null());
-
-  const auto complaint = [&](const std::string& words) {
-    return sluice::test::sluice(text + "--policies full " + words).err;
-  };
-  CHECK(contains(complaint("--text-lengths 512 --text-tokens 8 --count 40"), "give more text"));
-  CHECK(contains(complaint("--text-lengths 64K --text-tokens 8 --count 1"), "room for 0"));
-  CHECK(contains(complaint("--text-lengths 512 --text-tokens 600"), "lower --text-tokens"));
-}
-
-TEST_CASE("eval writes its prompts for other programs", "[cli]") {
+TEST_CASE("eval takes tasks that are texts, and says what came of them as text", "[cli]") {
   const TemporaryDirectory scratch;
-  const std::string text = scratch.write("haystack", "caf\xe9 au lait.\n");
-  const Outcome outcome = sluice::test::sluice("eval --tasks kv,niah --lengths 512,1K --count 2 --seed 9 --haystack '" +
-                                               text + "' --write-prompts '" + scratch.file("prompts") + "'");
-  CAPTURE(outcome.err);
-  REQUIRE(outcome.code == 0);
-  std::istringstream lines(read_file(scratch.file("prompts")));
-  std::vector<json> prompts;
-  for (std::string line; std::getline(lines, line);) prompts.push_back(json::parse(line));
-  REQUIRE(prompts.size() == 2 * 2 * 2);
-  CHECK(prompts[1].at("task") == "kv");
-  CHECK(prompts[1].at("seed") == 10);
-  CHECK(prompts[7].at("length_tokens") == 1024);
-  CHECK(contains(prompts[7].at("prompt").get<std::string>(), "caf\u00e9 au lait."));
-  CHECK(prompts[7].at("answer").get<std::string>().ends_with("\n"));
+  const std::string prompt =
+      "The grass is green. The sky is blue. \\nOne of the special magic values for vivid-otter is: 4815162.\\n"
+      "The sun is yellow. Here we go. There and back again. \\nQ: What is the special magic value for "
+      "vivid-otter?\\nA:";
+  const std::string text = "{\"prompt\": \"" + prompt + "\", \"answer\": \"4815162\"}\n";
+  const std::string arguments = tasks_of(scratch, text + "\n" + text) + "--policies full --audit 0 ";
+  const json tasks = found_by(arguments);
+  CHECK(tasks.at("results").size() == 1);
+  CHECK(tasks.at("results")[0].at("task") == "task");
+  CHECK(tasks.at("results")[0].at("length") == 256);
+  CHECK(tasks.at("results")[0].at("right") == 2);
+  CHECK_FALSE(tasks.at("results")[0].contains("coverage"));
+  CHECK(tasks.at("items")[1].at("line") == 3);
+  CHECK(tasks.at("items")[1].at("answer") == "4815162");
+  CHECK(tasks.at("items")[1].at("outputs").at("full").at("text").get<std::string>().starts_with(" 4815162"));
+  const json cut = found_by(arguments + "--max-tokens 3");
+  CHECK(cut.at("items")[0].at("outputs").at("full").at("ids") == json::array({' ', '4', '8'}));
+  CHECK(cut.at("results")[0].at("right") == 0);
 }
 
-TEST_CASE("eval names the heads that lost an answer, and draws accuracy against bytes", "[cli]") {
+TEST_CASE("eval reads where its placement says, and all presets if it is asked", "[cli]") {
   const TemporaryDirectory scratch;
-  const Outcome outcome = sluice::test::sluice(
-      kEval + "--tasks kv --lengths 1K --policies 'streaming:recent=8;full | page=32' --count 2 --plot '" +
-      scratch.file("plot.svg") + "' -o json");
-  CAPTURE(outcome.err);
-  REQUIRE(outcome.code == 0);
-  const json results = report_of(outcome.out, "eval").at("results");
-  const json& rows = results.at("eval");
-  REQUIRE(rows.size() == 2);
-  CHECK(rows[0].at("accuracy") == 0.0);
-  CHECK(rows[0].at("answer_coverage") < 0.5);  // One answer stands near the question.
-  CHECK(rows[1].at("policy") == "full | page=32");
-  CHECK(rows[1].at("page_tokens") == 32);
-  CHECK(rows[1].at("answer_coverage") > 0.99);
-  REQUIRE_FALSE(results.at("lost").empty());
-  for (const json& row : results.at("lost")) {
-    CHECK(row.at("policy") == "streaming:recent=8");
-    CHECK(row.at("wanted_mass") >= 0.01);
-    CHECK(row.at("kept_share") < 0.5);
-  }
-  const std::string svg = read_file(scratch.file("plot.svg"));
-  CHECK(svg.starts_with("<svg"));
-  CHECK(svg.ends_with("</svg>\n"));
-  CHECK(svg.find("streaming:recent=8") != std::string::npos);
+  const std::string arguments = tasks_of(scratch, one_task()) + "--audit 0 --near 0 ";
+  std::map<std::string, json> of;
+  const json presets = found_by(arguments + "--decode-prompt 4 --max-tokens 2 --policies presets");
+  for (const json& row : presets.at("results")) of[row.at("policy")] = row;
+  for (const char* const preset : {"full", "sluice", "topk", "streaming", "twilight"}) CHECK(of.contains(preset));
+  CHECK(of.at("full").at("link_bytes") == 0.0);
+  CHECK(of.at("full").at("far_bytes") > 0.5);
+  const json streamed = found_by(arguments + "--policies full --placement stream").at("results")[0];
+  CHECK(streamed.at("right") == 1);
+  CHECK(streamed.at("link_bytes") > 0.5);
+  CHECK(streamed.at("far_bytes") == 0.0);
 }
 
-TEST_CASE("eval plants needles that dense attention finds and a window does not", "[cli]") {
-  const Outcome outcome = sluice::test::sluice(
-      "eval --tasks '' --needles 1,4 --needle-tokens 2K --needle-steps 2 --threads 2 "
-      "--policies 'full;topk;streaming:recent=8' -o json");
+TEST_CASE("eval refuses tasks that the model has no room for, with their line", "[cli]") {
+  const TemporaryDirectory scratch;
+  const std::string long_task = R"({"prompt": ")" + std::string(32'768, 'a') + R"(", "answer": "b"})";
+  const Outcome outcome = sluice::test::sluice(kEval + tasks_of(scratch, one_task() + long_task));
   CAPTURE(outcome.err);
-  REQUIRE(outcome.code == 0);
-  const json rows = report_of(outcome.out, "eval").at("results").at("needles");
-  REQUIRE(rows.size() == 6);
-  for (const json& row : rows) {
-    CAPTURE(row.dump());
-    if (row.at("policy") == "streaming:recent=8") {
-      CHECK(row.at("found") == 0.0);
-    } else {
-      CHECK(row.at("found") == 1.0);
-    }
-  }
+  CHECK(outcome.code == 2);
+  CHECK(sluice::test::is_one_error(outcome));
+  CHECK(contains(outcome.err, "line 2: prompt and answer take 32778 tokens of context, and the model has 32768"));
 }
 
-TEST_CASE("needles are found where eval's placement says, and what is streamed crosses the link", "[cli]") {
-  const std::string words =
-      "eval --tasks '' --needles 1 --needle-tokens 2K --needle-steps 2 --threads 2 --policies full -o json";
-  const auto found = [&](const std::string& placement) {
-    const Outcome outcome = sluice::test::sluice(words + placement);
+TEST_CASE("plot draws what eval found, and tells ways to read prompts apart", "[cli]") {
+  const TemporaryDirectory scratch;
+  const std::string arguments = kEval + tasks_of(scratch, one_task()) + "--audit 0 --policies streaming:recent=8 ";
+  std::string files;
+  for (const char* const prefill : {"full", "flexprefill@0.5"}) {
+    const std::string file = scratch.file(prefill);
+    const Outcome outcome =
+        sluice::test::sluice(arguments + "--min-budget 128 --prefill " + prefill + " -o json --output '" + file + "'");
     CAPTURE(outcome.err);
     REQUIRE(outcome.code == 0);
-    const json report = report_of(outcome.out, "eval");
-    CHECK(report.at("config").at("placement") == (placement.empty() ? "hybrid" : "stream"));
-    return report.at("results").at("needles").at(0);
-  };
-  const json hybrid = found(""), stream = found(" --placement stream");
-  CHECK(hybrid.at("found") == 1.0);
-  CHECK(stream.at("found") == 1.0);
-  CAPTURE(hybrid.dump(), stream.dump());
-  CHECK(hybrid.at("link_bytes_share") == 0.0);
-  CHECK(stream.at("link_bytes_share") > 0.5);
+    const json rows = json::parse(read_file(file)).at("tasks").at("results");
+    CHECK((rows[0].at("prompt_blocks") == 1.0) == (std::string(prefill) == "full"));
+    files += "'" + file + "' ";
+  }
+  const std::string svg = sluice::test::sluice("plot " + files).out;
+  CHECK(svg.starts_with("<svg"));
+  CHECK(svg.ends_with("</svg>\n"));
+  CHECK(contains(svg, ">streaming:recent=8, full</text>"));
+  CHECK(contains(svg, ">full, flexprefill@0.5</text>"));
 }

@@ -31,7 +31,8 @@ class Spawned {
  public:
   Spawned(std::vector<std::string> words, const std::string& out) {
     terminal_ = ::posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
-    if (terminal_ < 0 || ::grantpt(terminal_) != 0 || ::unlockpt(terminal_) != 0) throw std::runtime_error("no terminal");
+    if (terminal_ < 0 || ::grantpt(terminal_) != 0 || ::unlockpt(terminal_) != 0)
+      throw std::runtime_error("no terminal");
     const std::string name = ::ptsname(terminal_);
     words.insert(words.begin(), sluice::test::cli_path());
     std::vector<char*> argv;
@@ -86,21 +87,38 @@ class Spawned {
 
 const std::string kModel = sluice::test::test_data() + "/testbed";
 
-/// A short cell, then one of many minutes.
-std::vector<std::string> long_eval(const std::vector<std::string>& more = {}) {
-  std::vector<std::string> words = {"eval", "--model", kModel, "--tasks", "niah", "--lengths", "512,30K", "--count", "1",
-                                    "--policies", "full;streaming", "--audit", "0", "--threads", "2", "-o", "json"};
+/// The command on a file of `tasks` under two policies.
+std::vector<std::string> eval_of(const TemporaryDirectory& scratch, const std::string& tasks,
+                                 const std::vector<std::string>& more = {}) {
+  std::vector<std::string> words = {"eval", "--model", kModel, "--tasks", scratch.write("tasks.jsonl", tasks)};
+  for (const char* const word : {"--policies", "full;streaming", "--audit", "0", "--decode-prompt", "1", "--max-tokens",
+                                 "1", "--threads", "2", "-o", "json"})
+    words.emplace_back(word);
   words.insert(words.end(), more.begin(), more.end());
   return words;
 }
 
+std::string task(std::size_t tokens) {
+  return R"({"task": "sky", "prompt": ")" + std::string(tokens, 's') + R"(", "answer": "blue"})" + "\n";
+}
+
+/// As many short tasks as eval reads before it answers any, then one of many minutes.
+std::string long_tasks() {
+  std::string tasks;
+  for (int i = 0; i < 16; ++i) tasks += task(6);
+  return tasks + task(30'000);
+}
+
+/// What it shows when the short ones are done.
+constexpr const char* kShortDone = "32/34 reads sky 32768";
+
 }  // namespace
 
-TEST_CASE("Ctrl-C in eval, or SIGTERM, reports the rows that are finished and exits with 130", "[cli]") {
+TEST_CASE("Ctrl-C in eval, or SIGTERM, reports the tasks that are finished and exits with 130", "[cli]") {
   const int signal = GENERATE(SIGINT, SIGTERM);
   const TemporaryDirectory scratch;
-  Spawned eval(long_eval(), scratch.file("out"));
-  REQUIRE(eval.shows("2/2 niah 512"));
+  Spawned eval(eval_of(scratch, long_tasks()), scratch.file("out"));
+  REQUIRE(eval.shows(kShortDone));
   eval.interrupt(signal);
   const int status = eval.wait();
   CAPTURE(eval.seen());
@@ -109,33 +127,33 @@ TEST_CASE("Ctrl-C in eval, or SIGTERM, reports the rows that are finished and ex
   CHECK(contains(eval.seen(), "interrupted"));
   const json report = json::parse(read_file(scratch.file("out")));
   CHECK(report.at("interrupted") == true);
-  const json rows = report.at("results").at("eval");
+  CHECK(report.at("tasks").at("items").size() == 16);
+  const json rows = report.at("tasks").at("results");
   REQUIRE(rows.size() == 2);
-  for (const json& row : rows) CHECK(row.at("length_tokens") == 512);
+  for (const json& row : rows) {
+    CHECK(row.at("length") == 8);
+    CHECK(row.at("prompts") == 16);
+  }
 }
 
 TEST_CASE("Ctrl-C before anything is finished leaves an older result as it was", "[cli]") {
   const TemporaryDirectory scratch;
-  const std::string table = scratch.write("result.md", "of another run");
-  const std::string plot = scratch.write("result.svg", "likewise");
-  Spawned eval({"eval", "--tasks", "", "--needles", "1", "--needle-tokens", "16K", "--needle-steps", "1024",
-                "--policies", "full", "--threads", "2", "--output", table, "--plot", plot},
-               scratch.file("out"));
-  REQUIRE(eval.shows("needles: full"));
+  const std::string result = scratch.write("result.json", "of another run");
+  Spawned eval(eval_of(scratch, task(30'000), {"--output", result}), scratch.file("out"));
+  REQUIRE(eval.shows("reads sky"));
   eval.interrupt();
   const int status = eval.wait();
   CAPTURE(eval.seen());
   REQUIRE(WIFEXITED(status));
   CHECK(WEXITSTATUS(status) == 130);
   CHECK(contains(eval.seen(), "nothing was finished"));
-  CHECK(read_file(table) == "of another run");
-  CHECK(read_file(plot) == "likewise");
+  CHECK(read_file(result) == "of another run");
 }
 
 TEST_CASE("a signal that comes twice at once, as timeout sends it, is one", "[cli]") {
   const TemporaryDirectory scratch;
-  Spawned eval(long_eval(), scratch.file("out"));
-  REQUIRE(eval.shows("2/2 niah 512"));
+  Spawned eval(eval_of(scratch, long_tasks()), scratch.file("out"));
+  REQUIRE(eval.shows(kShortDone));
   eval.interrupt(SIGTERM);
   eval.interrupt(SIGTERM);
   const int status = eval.wait();
@@ -153,8 +171,8 @@ TEST_CASE("a second Ctrl-C or SIGTERM ends the process at once", "[cli]") {
   const std::string pipe = scratch.file("pipe");
   REQUIRE(::mkfifo(pipe.c_str(), 0600) == 0);
   // Nobody reads the pipe, so that the report of the first Ctrl-C is never written.
-  Spawned eval(long_eval({"--output", pipe}), scratch.file("out"));
-  REQUIRE(eval.shows("2/2 niah 512"));
+  Spawned eval(eval_of(scratch, long_tasks(), {"--output", pipe}), scratch.file("out"));
+  REQUIRE(eval.shows(kShortDone));
   eval.interrupt(first);
   REQUIRE(eval.shows("interrupted"));
   std::this_thread::sleep_for(std::chrono::milliseconds(400));

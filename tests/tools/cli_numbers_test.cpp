@@ -15,7 +15,7 @@ using sluice::test::Outcome;
 namespace {
 
 const std::string kRun = "run " + sluice::test::testbed_model() + "--threads 2 --prompt a ";
-const std::string kEval = "eval " + sluice::test::testbed_model() + "--tasks niah ";
+const std::string kEval = "eval " + sluice::test::testbed_model() + "--tasks none ";
 
 }  // namespace
 
@@ -74,15 +74,15 @@ TEST_CASE("what is no number of the option's range is refused by its name", "[cl
       {kRun + "--near 1e-60%", "--near"},
       {kRun + "--device cuda:0x1", "--device"},
       {kRun + "--device cuda:4294967296", "--device"},
-      {kEval + "--count 0x2", "--count"},
-      {kEval + "--seed -3", "--seed"},
-      {kEval + "--lengths 0x800", "--lengths"},
-      {kEval + "--needle-steps 0x1", "--needle-steps"},
+      {kEval + "--decode-prompt 0x2", "--decode-prompt"},
+      {kEval + "--max-tokens -3", "--max-tokens"},
+      {kEval + "--audit 1.5", "--audit"},
       {"bench cpu --q-heads 0x8", "--q-heads"},
       {"bench cpu --q-heads -18446744073709551608", "--q-heads"},
       {"bench cpu --alpha nan", "--alpha"},
       {"bench cpu --group-correlation 0x1p-1", "--group-correlation"},
       {"bench cpu --steps 0x2", "--steps"},
+      {"bench cpu --seed -3", "--seed"},
       {"bench gpu --layers 0x1", "--layers"},
       {"bench prefill --repeat 0x1", "--repeat"},
       {"bench decode --warm-up 0x1", "--warm-up"},

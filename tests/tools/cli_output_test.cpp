@@ -9,6 +9,7 @@
 
 #include "tests/support/catch.hpp"
 #include "tests/support/data.hpp"
+#include "tests/tools/cli_plan.hpp"
 #include "tests/tools/cli_process.hpp"
 
 using nlohmann::json;
@@ -23,9 +24,13 @@ namespace {
 namespace fs = std::filesystem;
 
 const std::string kRun = "run " + sluice::test::testbed_model() + "--threads 2 --max-tokens 2 --prompt 'The sky' ";
-/// Two tables: the task's and who lost its answer.
-const std::string kLosing = "eval " + sluice::test::testbed_model() +
-                            "--threads 2 --tasks kv --lengths 512 --count 1 --policies streaming:recent=8 ";
+
+/// A command with two tables: times, and memory.
+std::string plan() {
+  static const TemporaryDirectory scratch;
+  return "plan --policies full --length 8K --layers 2 --machine '" +
+         scratch.write("machine.json", sluice::test::plans::machine().dump()) + "' ";
+}
 
 /// Rows of one table: the header's fields in every line. Quoted fields hold no comma here.
 void check_one_table(const std::string& csv, std::size_t rows) {
@@ -54,36 +59,37 @@ int shell(std::string command) {
 
 TEST_CASE("a CSV file holds one table, and every further table has a file beside it", "[cli]") {
   const TemporaryDirectory scratch;
-  const Outcome outcome = sluice::test::sluice(kLosing + "-o csv --output '" + scratch.file("result.v1.csv") + "'");
+  const Outcome outcome =
+      sluice::test::sluice(plan() + "-o csv --output '" + scratch.file("result.v1.csv") + "'");
   CAPTURE(outcome.err);
   REQUIRE(outcome.code == 0);
   CHECK(scratch.entries() == 2);
   check_one_table(read_file(scratch.file("result.v1.csv")), 1);
-  const std::string lost = read_file(scratch.file("result.v1-lost.csv"));
-  CHECK(lost.starts_with("task,length_tokens,policy,"));
-  CHECK(std::count(lost.begin(), lost.end(), '\n') >= 1);
+  const std::string memory = read_file(scratch.file("result.v1-memory.csv"));
+  CHECK(memory.starts_with("policy,placement,length_tokens,rows,kv_bytes,"));
+  check_one_table(memory, 1);
 }
 
 TEST_CASE("a table that this run left empty does not leave an older run's file in its place", "[cli]") {
   const TemporaryDirectory scratch;
-  const std::string old = scratch.write("result-lost.csv", "of another run");
-  const Outcome outcome =
-      sluice::test::sluice("eval " + sluice::test::testbed_model() +
-                           "--threads 2 --tasks niah --lengths 512 --count 1 --policies full -o csv "
-                           "--output '" +
-                           scratch.file("result.csv") + "'");
+  const std::string old = scratch.write("result-room.csv", "of another run");
+  // In so little memory there is room for no method.
+  const Outcome outcome = sluice::test::sluice(
+      "bench decode --device host --random-weights tiny --length 64 --steps 1 --warm-up 0 --methods hybrid/sluice "
+      "--kv-size 1K -o csv --output '" +
+      scratch.file("result.csv") + "'");
   CAPTURE(outcome.err);
   REQUIRE(outcome.code == 0);
-  CHECK(read_file(old).starts_with("task,length_tokens,policy,"));
+  CHECK(read_file(old).starts_with("length_tokens,batch,kv_bytes,method,"));
   check_one_table(read_file(old), 0);
 }
 
 TEST_CASE("standard output takes one CSV table and says how to have the others", "[cli]") {
-  const Outcome outcome = sluice::test::sluice(kLosing + "-o csv");
+  const Outcome outcome = sluice::test::sluice(plan() + "-o csv");
   CAPTURE(outcome.err);
   REQUIRE(outcome.code == 0);
   check_one_table(outcome.out, 1);
-  CHECK(contains(outcome.err, "lost"));
+  CHECK(contains(outcome.err, "left out: memory"));
   CHECK(contains(outcome.err, "--output"));
 }
 
@@ -96,7 +102,7 @@ TEST_CASE("CSV quotes what would break a row and leaves out what is no number", 
 TEST_CASE("a table that cannot be written does not take the picture along", "[cli]") {
   const TemporaryDirectory scratch;
   const Outcome outcome =
-      sluice::test::sluice(kLosing + "--output /dev/full --plot '" + scratch.file("plot.svg") + "'");
+      sluice::test::sluice(plan() + "--output /dev/full --plot '" + scratch.file("plot.svg") + "'");
   CAPTURE(outcome.err);
   CHECK(outcome.code == 1);
   CHECK(contains(outcome.err, "/dev/full"));
@@ -112,7 +118,7 @@ TEST_CASE("two results may not go to one file, however it is spelt", "[cli]") {
   const bool exists = GENERATE(false, true);
   if (exists) (void)scratch.write("out.json", "old");
   const std::string other = scratch.file(spelling);
-  for (const std::string& arguments : {kLosing + "--output '" + file + "' --plot '" + other + "'",
+  for (const std::string& arguments : {plan() + "--output '" + file + "' --plot '" + other + "'",
                                        "link --output '" + file + "' --save-profile '" + other + "'"}) {
     const Outcome outcome = sluice::test::sluice(arguments);
     CAPTURE(arguments, outcome.err);
@@ -181,7 +187,7 @@ TEST_CASE("tables that their files do not take go to standard output, each of th
   const TemporaryDirectory scratch;
   const std::string out = scratch.file("out");
   // Nothing that is not empty can be written, but to a pipe.
-  CHECK(shell("{ (ulimit -f 0; % " + kLosing + "-o csv --output '" + scratch.file("result.csv") +
+  CHECK(shell("{ (ulimit -f 0; % " + plan() + "-o csv --output '" + scratch.file("result.csv") +
               "' 2>/dev/null; echo \"code $?\"); } | cat >'" + out + "'") == 0);
   const std::string printed = read_file(out);
   CAPTURE(printed);
@@ -189,6 +195,6 @@ TEST_CASE("tables that their files do not take go to standard output, each of th
   const std::size_t between = printed.find("\n\n");
   REQUIRE(between != std::string::npos);
   check_one_table(printed.substr(0, between + 1), 1);
-  CHECK(printed.substr(between + 2).starts_with("task,length_tokens,policy,"));
+  CHECK(printed.substr(between + 2).starts_with("policy,placement,length_tokens,rows,kv_bytes,"));
   CHECK(scratch.entries() == 1);
 }

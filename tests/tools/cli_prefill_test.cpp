@@ -1,5 +1,4 @@
 // How prompts are prefilled: the flags, what run and eval say of it, and the benchmark.
-#include <map>
 #include <set>
 #include <string>
 
@@ -14,6 +13,8 @@ using nlohmann::json;
 using sluice::test::contains;
 using sluice::test::is_one_error;
 using sluice::test::Outcome;
+using sluice::test::tasks_of;
+using sluice::test::TemporaryDirectory;
 
 namespace {
 
@@ -38,10 +39,10 @@ TEST_CASE("a wrong way to prefill is refused by name, before anything runs", "[c
     std::string named;
   };
   const std::string run = "run " + kModel + "--prompt a ";
-  const std::string eval = "eval " + kModel;
+  const std::string eval = "eval " + kModel + "--tasks none ";
   const auto wrong = GENERATE_COPY(values<Case>({
       {run + "--prefill sparse", "full, flexprefill, auto"},
-      {run + "--prefill full,auto", "more than one mode"},
+      {run + "--prefill full,auto", "full, flexprefill, auto"},
       {run + "--prefill ''", "--prefill"},
       {run + "--prefill flexprefill@x", "'flexprefill@x'"},
       {run + "--prefill flexprefill@", "'flexprefill@'"},
@@ -51,8 +52,7 @@ TEST_CASE("a wrong way to prefill is refused by name, before anything runs", "[c
       {run + "--gamma 1.01", "gamma"},
       {run + "--tau 2", "tau"},
       {run + "--min-budget -1", "--min-budget"},
-      {eval + "--prefill full,flexprefill@1.5", "gamma"},
-      {eval + "--prefill ,", "--prefill"},
+      {eval + "--prefill flexprefill@1.5", "gamma"},
       {"bench prefill --gammas 0.9,x", "--gammas: 'x'"},
       {"bench prefill --structures ''", "--structures"},
       {"bench prefill --structures odd",
@@ -121,9 +121,11 @@ TEST_CASE("reports name the way to prefill and the chunk that it takes", "[cli]"
   const json run = config_of("run " + kModel + wanted.arguments + " --prompt a --max-tokens 1");
   CHECK(run.at("prefill") == wanted.prefill);
   CHECK(run.at("prefill_chunk") == wanted.chunk);
-  const json eval = config_of("eval " + kModel + wanted.arguments +
-                              " --tasks niah --lengths 512 --count 1 --audit 0 --policies full --max-tokens 1");
-  CHECK(eval.at("prefill") == json::array({wanted.prefill}));
+  const TemporaryDirectory scratch;
+  json eval = config_of("eval " + kModel + wanted.arguments + " --audit 0 --policies full --max-tokens 1 " +
+                        tasks_of(scratch, R"({"prompt": "a", "answer": "b"})"));
+  CHECK(eval.at("prefill").erase("name") == 1);
+  CHECK(eval.at("prefill") == wanted.prefill);
   CHECK(eval.at("prefill_chunk") == wanted.chunk);
 }
 
@@ -133,23 +135,6 @@ TEST_CASE("run says which share of a prompt's blocks was computed", "[cli]") {
   CAPTURE(prefill, row.dump());
   CHECK((row.at("blocks_share") < 1.0) == (prefill == kFlex));
   CHECK(row.at("sparse_chunks_share") == (prefill == kFlex ? 1.0 : 0.0));
-}
-
-TEST_CASE("eval holds ways to prefill against each other under every policy", "[cli]") {
-  const json rows = results_of("eval " + kModel + "--tasks niah --lengths 2K --count 2 --audit 0 --min-budget 256 "
-                               "--policies full,streaming --prefill full,flexprefill@0.95,auto").at("eval");
-  REQUIRE(rows.size() == 2 * 3);
-  std::map<std::string, double> blocks;
-  for (const json& row : rows) {
-    CAPTURE(row.dump());
-    CHECK(row.at("prefill_ms") > 0.0);
-    blocks[row.at("prefill")] = row.at("blocks_share");
-    if (row.at("policy") == "full") CHECK(row.at("accuracy") == 1.0);
-  }
-  CHECK(blocks.size() == 3);
-  CHECK(blocks.at("full") == 1.0);
-  CHECK(blocks.at("flexprefill@0.95") < 0.9);
-  CHECK(blocks.at("auto@0.95") == 1.0);  // The prompt is short.
 }
 
 TEST_CASE("bench prefill checks and reports every method at every structure and chunk", "[cli]") {

@@ -41,6 +41,21 @@ std::string cli_path();
 /// `--model` with the testbed, as shell words.
 inline std::string testbed_model() { return "--model '" + test_data() + "/testbed' "; }
 
+/// `--tasks` with a file of `lines`, as shell words.
+inline std::string tasks_of(const TemporaryDirectory& scratch, const std::string& lines) {
+  return "--tasks '" + scratch.write("tasks.jsonl", lines) + "' ";
+}
+
+/// The testbed's tasks of 512 tokens, which it answers: niah, multikey and kv.
+inline std::string short_tasks() {
+  std::ifstream file(test_data() + "/testbed/tasks.jsonl");
+  std::string tasks;
+  for (std::string line; std::getline(file, line);) {
+    if (line.find("\"length\": 512,") != line.npos) tasks += line + "\n";
+  }
+  return tasks;
+}
+
 /// Runs a command line of the shell.
 inline Outcome shell(const std::string& command) {
   const TemporaryDirectory scratch;

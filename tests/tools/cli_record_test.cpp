@@ -77,6 +77,7 @@ while [ $count -gt 0 ]; do
     --layers | --steps | --warm-up) word=1 ;;
     --ragged) word=128 ;;
     --rows) word=2 ;;
+    --sections) word=${word%,kernels} ;;
   esac
   before=$1
   shift
@@ -223,20 +224,28 @@ TEST_CASE("a part that there is not is refused", "[cli]") {
 
 TEST_CASE("plot draws several reports as one, and refuses what is none", "[cli]") {
   const TemporaryDirectory scratch;
-  const auto report = [&](const std::string& name, const std::string& policy, const std::string& prefill) {
-    const json row = {{"policy", policy}, {"prefill", prefill}, {"accuracy", 0.5}, {"near_bytes_share", 0.1}, {"far_bytes_share", 0.3}};
-    return "'" + scratch.write(name, json{{"results", {{"eval", {row}}}}}.dump()) + "' ";
+  const auto report = [&](const std::string& name, const std::string& policy, const json& config) {
+    const json row = {{"task", "a"}, {"policy", policy}, {"accuracy", 0.5}, {"bytes", 0.1}};
+    json whole = row, unknown = row;
+    whole["task"] = "all";  // Of tasks that are drawn one by one.
+    whole["policy"] = "of all";
+    unknown["bytes"] = nullptr;
+    unknown["policy"] = "unknown";
+    const json document = {{"config", config}, {"tasks", {{"results", {row, whole, unknown}}}}};
+    return "'" + scratch.write(name, document.dump()) + "' ";
   };
-  const std::string a = report("a", "first", "full");
-  const Outcome two = sluice::test::sluice("plot " + a + report("b", "second", "full"));
+  const json none = json::object();
+  const std::string a = report("a", "first", none);
+  const Outcome two = sluice::test::sluice("plot " + a + report("b", "second", {{"option", none}}));
   REQUIRE(two.code == 0);
-  CHECK(contains(two.out, ">first</text>"));
-  CHECK(contains(two.out, ">second</text>"));
-  const Outcome ways = sluice::test::sluice("plot " + a + report("c", "first", "auto"));
-  CHECK(contains(ways.out, ">first, full</text>"));
-  CHECK(contains(ways.out, ">first, auto</text>"));
-  for (const char* text : {"", "{}", "[1]", R"({"results": {"eval": {}}})", R"({"results": {"eval": [{"policy": "x"}]}})",
-                           R"({"results": {"eval": [{"policy": 1, "prefill": "full", "accuracy": 1, "near_bytes_share": 1, "far_bytes_share": 1}]}})"}) {
+  for (const char* const name : {">first</text>", ">second</text>"}) CHECK(contains(two.out, name));
+  for (const char* const name : {"of all", "unknown"}) CHECK_FALSE(contains(two.out, name));
+  const Outcome ways = sluice::test::sluice("plot " + a + report("c", "first", {{"prefill", {{"name", "auto@0.9"}}}}) +
+                                            report("d", "first", {{"option", {{"prefill_mode", "flex"}}}}));
+  for (const char* const name : {">first, full</text>", ">first, auto@0.9</text>", ">first, flex</text>"})
+    CHECK(contains(ways.out, name));
+  for (const char* text : {"", "{}", "[1]", R"({"tasks": {"results": {}}})", R"({"tasks": {"results": [{"policy": "x"}]}})",
+                           R"({"tasks": {"results": [{"policy": 1, "accuracy": 1}]}})"}) {
     const Outcome outcome = sluice::test::sluice("plot " + a + "'" + scratch.write("bad", text) + "'");
     CAPTURE(text, outcome.err);
     CHECK(outcome.code == 2);

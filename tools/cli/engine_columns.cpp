@@ -25,18 +25,32 @@ static_assert(sizeof(EngineStats) == std::size(kCounters) * sizeof(std::uint64_t
 void DecodeScore::merge(const DecodeScore& other) {
   tokens += other.tokens;
   dense_tokens += other.dense_tokens;
-  add(other.stats, stats);
+  for (const auto counter : kCounters) stats.*counter += other.stats.*counter;
   audited.merge_totals(other.audited);
   code_bits = other.code_bits;
-}
-
-void add(const EngineStats& more, EngineStats& to) noexcept {
-  for (const auto counter : kCounters) to.*counter += more.*counter;
 }
 
 EngineStats since(const EngineStats& before, EngineStats after) noexcept {
   for (const auto counter : kCounters) after.*counter -= before.*counter;
   return after;
+}
+
+ReadShares read_shares(const DecodeScore& score, const AttentionShape& shape, const PageLayout& layout) {
+  const EngineStats& stats = score.stats;
+  const auto count = [](std::uint64_t value) { return static_cast<double>(value); };
+  const double dense = count(score.dense_tokens) * shape.layers * shape.kv_heads;
+  const auto row_bytes = count(layout.near().row_bytes());
+  const double far_row_bytes = count(layout.page_bytes()) / (2 * layout.page_tokens);
+  const double copy_bytes = count(CodeLayout(layout, score.code_bits).page_bytes()) / layout.page_tokens;
+  const double dense_bytes = 2 * row_bytes * dense;
+  const double near = count(stats.near_tokens);
+  const double far = count(stats.far_tokens);
+  const double fetched = count(stats.fetched_tokens);
+  return {.attended = (near + far + fetched) / dense,
+          .near = 2 * row_bytes * near / dense_bytes,
+          .far = far_row_bytes * (2 * far + count(stats.scored)) / dense_bytes,
+          .link = 2 * far_row_bytes * fetched / dense_bytes,
+          .choice = (2 * row_bytes * count(stats.ranked_pages) + copy_bytes * count(stats.estimated)) / dense_bytes};
 }
 
 void append_decode(const DecodeScore& score, const AttentionShape& shape, const PageLayout& layout,
@@ -49,26 +63,16 @@ void append_decode(const DecodeScore& score, const AttentionShape& shape, const 
   const double planes = static_cast<double>(shape.layers) * shape.kv_heads;
   const double head_steps = static_cast<double>(score.tokens) * planes;
   const auto near = static_cast<double>(score.stats.near_tokens);
-  const auto in_place = static_cast<double>(score.stats.far_tokens);
-  const auto fetched = static_cast<double>(score.stats.fetched_tokens);
-  const double far = in_place + fetched;
-  const double dense = static_cast<double>(score.dense_tokens) * planes;
-  // With what the CPU and the device read to choose. Dense attention has all keys and values near.
-  const auto row_bytes = static_cast<double>(layout.near().row_bytes());
-  const double far_row_bytes = static_cast<double>(layout.page_bytes()) / (2 * layout.page_tokens);
-  const double dense_bytes = 2 * row_bytes * dense;
-  const double far_bytes = far_row_bytes * (2 * in_place + static_cast<double>(score.stats.scored));
-  const double copy_bytes = static_cast<double>(CodeLayout(layout, score.code_bits).page_bytes()) / layout.page_tokens;
-  const double near_bytes = 2 * row_bytes * (near + static_cast<double>(score.stats.ranked_pages)) +
-                            copy_bytes * static_cast<double>(score.stats.estimated);
+  const auto far = static_cast<double>(score.stats.far_tokens + score.stats.fetched_tokens);
+  const ReadShares read = read_shares(score, shape, layout);
+  const auto share = [&](double value) { return score.dense_tokens == 0 ? Json() : Json(value); };
   const AuditReport& audited = score.audited;
   add({"attended_per_head_step", "attended", 1}, over(near + far, head_steps));
-  add({"attended_share", "of dense", 1, Show::percent}, over(near + far, dense));
+  add({"attended_share", "of dense", 1, Show::percent}, share(read.attended));
   add({"near_hit_share", "near", 1, Show::percent}, over(near, near + far));
-  add({"near_bytes_share", "near bytes", 1, Show::percent}, over(near_bytes, dense_bytes));
-  add({"far_bytes_share", "far bytes", 1, Show::percent}, over(far_bytes, dense_bytes));
-  add({"link_bytes_share", "link bytes", 1, Show::percent, fetched == 0.0},
-      over(2 * far_row_bytes * fetched, dense_bytes));
+  add({"near_bytes_share", "near bytes", 1, Show::percent}, share(read.near + read.choice));
+  add({"far_bytes_share", "far bytes", 1, Show::percent}, share(read.far));
+  add({"link_bytes_share", "link bytes", 1, Show::percent, score.stats.fetched_tokens == 0}, share(read.link));
   add({"scored_per_head_step", "scored", 1, Show::plain, score.stats.scored == 0},
       over(static_cast<double>(score.stats.scored), head_steps));
   add({"estimated_per_head_step", "estimated", 1, Show::plain, score.stats.estimated == 0},
@@ -80,7 +84,6 @@ void append_decode(const DecodeScore& score, const AttentionShape& shape, const 
   add({"coverage_mean", "coverage", 4}, any ? Json(audited.coverage.mean()) : Json());
   add({"coverage_p5", "cov. p5", 3}, any ? Json(audited.coverage.percentile(0.05)) : Json());
   add({"overlap_mean", "overlap", 3}, any ? Json(audited.overlap.mean()) : Json());
-  add({"answer_coverage", "answer", 3}, audited.watched.count() != 0 ? Json(audited.watched.mean()) : Json());
   add({"bypassed_share", "bypassed", 1, Show::percent},
       audited.bypassed_heads != 0 ? over(static_cast<double>(audited.bypassed_heads),
                                          static_cast<double>(audited.tokens) * shape.layers * shape.q_heads)

@@ -20,8 +20,20 @@ struct DecodeScore {
 
   void merge(const DecodeScore& other);
 };
-/// Adds the counters of `more`.
-void add(const EngineStats& more, EngineStats& to) noexcept;
+
+/// What was attended and read, as shares of dense attention's tokens, and of the bytes of its keys and values, which
+/// has all of them near.
+struct ReadShares {
+  double attended = 0.0;  ///< tokens
+  double near = 0.0;      ///< bytes of keys and values in the device's memory
+  double far = 0.0;       ///< in host memory, by the CPU, with what it read to choose
+  double link = 0.0;      ///< in host memory, by the device over the link
+  double choice = 0.0;    ///< of copies and digests by which the device chose
+
+  [[nodiscard]] double bytes() const noexcept { return near + far + link + choice; }
+};
+/// `layout`: of the engine's pages. NaN if nothing was decoded.
+[[nodiscard]] ReadShares read_shares(const DecodeScore& score, const AttentionShape& shape, const PageLayout& layout);
 /// The counters of `after` less those of `before`.
 [[nodiscard]] EngineStats since(const EngineStats& before, EngineStats after) noexcept;
 

@@ -69,17 +69,6 @@ std::string with_far(const std::string& policy, const std::string& far, const Fa
   return found.all() ? policy : policy + " | far=" + std::to_string(found.min_tokens);
 }
 
-PolicySpec with_far_of(const PolicySpec& policy, const std::string& far, const FarPlace& place,
-                       const AttentionShape& model, const std::function<scheduler::LaneRates()>& rates) {
-  if (far.empty() || !takes_far(policy)) return policy;
-  const FarOptions found = far == "auto" ? advised(policy, place, rates()) : parse_policy("sluice | far=" + far).far;
-  if (found.all()) return policy;
-  const scheduler::RowShape row = scheduler::row_shape(place.shape, place.page_tokens);
-  PolicySpec cut = policy;
-  cut.far = {.min_tokens = scheduler::far_tokens_per_head(found, place.tokens, row) * model.q_heads, .share = 0.f};
-  return cut;
-}
-
 Json far_budget(const PolicySpec& policy, const AttentionShape& shape, std::uint32_t tokens) {
   if (policy.far.all()) return {};
   return scheduler::far_tokens(policy.far, tokens, scheduler::row_shape(shape, 1));

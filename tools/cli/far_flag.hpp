@@ -37,13 +37,6 @@ struct FarPlace {
 [[nodiscard]] std::string with_far(const std::string& policy, const std::string& far, const FarPlace& place,
                                    const std::function<scheduler::LaneRates()>& rates);
 
-/// The policy with as many far tokens for each query head as `far` gives a model of the shape that `place` says;
-/// `model` is the shape of the one that has it. As it is if it has a budget of its own or cannot have one, or none is
-/// advised.
-/// @throws as with_far
-[[nodiscard]] PolicySpec with_far_of(const PolicySpec& policy, const std::string& far, const FarPlace& place,
-                                     const AttentionShape& model, const std::function<scheduler::LaneRates()>& rates);
-
 /// Tokens of a layer that a policy's budget allows at this length; null if it has none.
 [[nodiscard]] Json far_budget(const PolicySpec& policy, const AttentionShape& shape, std::uint32_t tokens);
 

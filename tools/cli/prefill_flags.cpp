@@ -4,6 +4,7 @@
 #include <array>
 #include <charconv>
 #include <optional>
+#include <vector>
 
 #include <CLI/CLI.hpp>
 
@@ -69,11 +70,10 @@ void add_flexprefill_flags(CLI::App& app, FlexPrefillSpec& flex) {
       "a GPU");
 }
 
-void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list) {
-  app.add_option("--prefill", flags.modes,
-                 list ? "How prompts are attended: comma list of full, flexprefill[@GAMMA], auto[@GAMMA], "
-                        "streaming[@SINKS+WINDOW], minference[@PATTERN[:SIZES]]"
-                      : "How the prompt is attended: full, flexprefill or auto; or streaming, minference")
+void add_prefill_flags(CLI::App& app, PrefillFlags& flags) {
+  app.add_option("--prefill", flags.mode,
+                 "How prompts are attended: full, flexprefill[@GAMMA], auto[@GAMMA], streaming[@SINKS+WINDOW] or "
+                 "minference[@PATTERN[:SIZES]]")
       ->type_name("MODE[@...]")
       ->capture_default_str();
   add_number(app, "--gamma", flags.flex.gamma, "FlexPrefill: share of the representative attention to keep, (0, 1]");
@@ -107,23 +107,6 @@ PrefillSpec parse_prefill(std::string_view text, const FlexPrefillSpec& flex) {
   return spec;
 }
 
-std::vector<PrefillSpec> parse_prefills(const PrefillFlags& flags) {
-  std::vector<PrefillSpec> specs;
-  for (const std::string& text : split_list(flags.modes, "--prefill")) specs.push_back(parse_prefill(text, flags.flex));
-  if (specs.empty()) throw Error(Errc::invalid_argument, "--prefill: the list is empty; name at least one, e.g. full");
-  return specs;
-}
-
-PrefillSpec parse_one_prefill(const PrefillFlags& flags) {
-  const std::vector<PrefillSpec> specs = parse_prefills(flags);
-  if (specs.size() != 1) {
-    throw Error(Errc::invalid_argument, "--prefill: '" + flags.modes +
-                                            "' names more than one mode; `sluice eval` "
-                                            "compares several");
-  }
-  return specs.front();
-}
-
 std::string to_text(const PrefillSpec& spec) {
   const std::string mode = to_string(spec.mode);
   if (spec.mode == PrefillMode::full) return mode;
@@ -145,12 +128,11 @@ Json to_json(const PrefillSpec& spec) {
           {"flattened", spec.flex.flattened}};
 }
 
-void choose_chunk(EngineFlags& flags, const Device* device, std::span<const PrefillSpec> prefills) {
+void choose_chunk(EngineFlags& flags, const Device* device, const PrefillSpec& prefill) {
   if (!flags.own_chunk) return;
-  const auto chooses = [](const PrefillSpec& spec) { return spec.mode != PrefillMode::full; };
   if (device != nullptr && device->info().own_processor) {
     flags.prefill_chunk = kDeviceChunk;
-  } else if (std::any_of(prefills.begin(), prefills.end(), chooses)) {
+  } else if (prefill.mode != PrefillMode::full) {
     flags.prefill_chunk = kChoosingChunk;
   }
 }

@@ -1,9 +1,7 @@
 #pragma once
 
-#include <span>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "sluice/device.hpp"
 #include "sluice/prefill.hpp"
@@ -15,14 +13,14 @@ namespace sluice::tools {
 
 /// How prompts are prefilled.
 struct PrefillFlags {
-  std::string modes = "full";  ///< as parse_prefill reads them, one or a comma list
+  std::string mode = "full";  ///< as parse_prefill reads it
   FlexPrefillSpec flex;
 };
 
 /// The parameters of FlexPrefill alone; `--gamma` too.
 void add_flexprefill_flags(CLI::App& app, FlexPrefillSpec& flex);
-/// `--prefill`, of one mode or of a list, and the parameters.
-void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list);
+/// `--prefill`, and the parameters.
+void add_prefill_flags(CLI::App& app, PrefillFlags& flags);
 
 /// @throws Error{Errc::invalid_argument} that begins with `what`; the range is validate(PrefillSpec)'s.
 [[nodiscard]] float parse_gamma(std::string_view text, const std::string& what);
@@ -31,10 +29,6 @@ void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list);
 /// `block_sparse:BLOCKS`, or all of these in this order for `best`; without them, or all after @, the defaults.
 /// @throws Error{Errc::invalid_argument}, also as validate(PrefillSpec).
 [[nodiscard]] PrefillSpec parse_prefill(std::string_view text, const FlexPrefillSpec& flex);
-/// At least one. @throws as parse_prefill
-[[nodiscard]] std::vector<PrefillSpec> parse_prefills(const PrefillFlags& flags);
-/// The only one. @throws Error{Errc::invalid_argument} for a list; else as parse_prefill
-[[nodiscard]] PrefillSpec parse_one_prefill(const PrefillFlags& flags);
 /// As parse_prefill reads it: `full`, `flexprefill@0.95`, `minference@vertical_slash:1000+6096`.
 [[nodiscard]] std::string to_text(const PrefillSpec& spec);
 /// The `config` part of a report.
@@ -42,6 +36,6 @@ void add_prefill_flags(CLI::App& app, PrefillFlags& flags, bool list);
 
 /// Sets the prompt tokens per call unless the user did: many on a GPU, whose kernels want work, and many where blocks
 /// are chosen, which every chunk does anew from its last 128 queries.
-void choose_chunk(EngineFlags& flags, const Device* device, std::span<const PrefillSpec> prefills);
+void choose_chunk(EngineFlags& flags, const Device* device, const PrefillSpec& prefill = {});
 
 }  // namespace sluice::tools

@@ -53,6 +53,8 @@ def add_command(commands: Any) -> None:
         "task's, or contains it (%(default)s)")
     add("--make-tasks", metavar="FILE", help="write tasks of retrieval and tracing for --tasks, whose prompts are "
         "parts of --text (prose) and --code, and no more")
+    add("--token-ids", action="store_true", help="tasks that are made are token ids, as the command sluice reads them "
+        "for models whose tokens are no bytes")
     add("--code", metavar="FILE", default=CODE, help="of --make-tasks (%(default)s)")
     add("--lengths", type=lengths, default=[4096], help="of prompts that are made, in tokens, a comma list (4096)")
     add("--count", type=number(int, 1), default=16, help="of each of six tasks and each length (%(default)s)")
@@ -69,12 +71,15 @@ def lengths(text: str) -> list[int]:
 
 def make_tasks(arguments: argparse.Namespace) -> int:
     from sluice.evaluation import report
-    from sluice.evaluation.making import Texts, made_tasks
+    from sluice.evaluation.making import Texts, as_ids, made_tasks
 
     check_folder(arguments.model)
     with report.target(arguments.make_tasks, "--make-tasks") as target:
         texts = Texts(text_of(arguments.text or PROSE), text_of(arguments.code))
-        made = made_tasks(_vocabulary(arguments, None), texts, arguments.lengths, arguments.count, arguments.seed)
+        vocabulary = _vocabulary(arguments, _config(arguments) if arguments.token_ids else None)
+        made = made_tasks(vocabulary, texts, arguments.lengths, arguments.count, arguments.seed)
+        if arguments.token_ids:
+            made = (as_ids(line, vocabulary, arguments.chat) for line in made)
         lines = [json.dumps(line) + "\n" for line in made]
         written = target.write_text("".join(lines))
         if written and arguments.make_tasks != "-":
@@ -85,6 +90,8 @@ def make_tasks(arguments: argparse.Namespace) -> int:
 def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.make_tasks:
         return make_tasks(arguments)
+    if arguments.token_ids:
+        raise InvalidArgument("--token-ids says how tasks are written; give --make-tasks FILE, too")
     if not (arguments.text or arguments.tasks):
         raise InvalidArgument("there is nothing to evaluate on; give --text FILE, --tasks FILE or both; "
                               "--make-tasks FILE makes tasks")
@@ -120,9 +127,9 @@ def run(arguments: argparse.Namespace, policies: Sequence[str], options: dict[st
     from sluice.evaluation.answers import Rules
     from sluice.evaluation.decoding import ROWS, check, groups
     from sluice.evaluation.report import Progress
-    from sluice.serving.load import end_ids, load_config
+    from sluice.serving.load import end_ids
 
-    config = load_config(arguments.model, arguments.trust_remote_code).get_text_config(decoder=True)
+    config = _config(arguments)
     vocabulary = functools.cache(lambda: _vocabulary(arguments, config))
     windows = read_windows(arguments.text, vocabulary(), arguments.tokens, arguments.windows,
                            arguments.seed) if arguments.text else []
@@ -154,6 +161,12 @@ def _load(arguments: argparse.Namespace, config: Any, options: dict[str, Any]) -
     if arguments.near_bytes is not None:
         options = {**options, "near_bytes": arguments.near_bytes}
     return Setup(model, arguments.prefill_rows, arguments.host_bytes, options)
+
+
+def _config(arguments: argparse.Namespace) -> Any:
+    from sluice.serving.load import load_config
+
+    return load_config(arguments.model, arguments.trust_remote_code).get_text_config(decoder=True)
 
 
 def _vocabulary(arguments: argparse.Namespace, config: Any) -> Vocabulary:

@@ -77,6 +77,11 @@ class Tokenizer:
         return self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
 
 
+def prompt_ids(text: str, vocabulary: Vocabulary, chat: bool) -> list[int]:
+    """The tokens of a task's prompt that is text."""
+    return vocabulary.chat(text) if chat else [*vocabulary.begins, *vocabulary.encode(text)]
+
+
 @dataclass(frozen=True)
 class Window:
     """A part of a text."""
@@ -136,7 +141,7 @@ def _task(where: str, number: int, line: str, vocabulary: Any, chat: bool) -> Ta
     if not isinstance(name, str) or not (length is None or type(length) is int and length > 0):
         raise InvalidArgument(f"{where}: task must be a text, and length a whole number above 0")
     if isinstance(prompt, str):
-        prompt = vocabulary().chat(prompt) if chat else [*vocabulary().begins, *vocabulary().encode(prompt)]
+        prompt = prompt_ids(prompt, vocabulary(), chat)
     elif chat:
         raise InvalidArgument(f"{where}: --chat is for prompts that are text, and this one is token ids; leave it out")
     if isinstance(answer, str) and not answer.strip():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sluice.errors import InvalidArgument
-from sluice.evaluation.inputs import Vocabulary
+from sluice.evaluation.inputs import Vocabulary, prompt_ids
 
 _SPARE = 16  # Tokens that a text may have more of than its parts: tokens change where parts meet.
 _WORDS = 200
@@ -177,3 +177,12 @@ def made_tasks(vocabulary: Vocabulary, texts: Texts, lengths: Sequence[int], cou
             for name, task in TASKS.items():
                 prompt, answer = task(Maker(vocabulary, prose, code, words, length, f"{seed} {name} {length} {index}"))
                 yield {"task": name, "length": length, "prompt": prompt, "answer": answer}
+
+
+def as_ids(line: dict[str, Any], vocabulary: Vocabulary, chat: bool) -> dict[str, Any]:
+    """The line with prompt and answer as token ids, for programs without the tokenizer. Those of the answer are what
+    the text of both has behind the prompt's, where the prompt ends between two tokens."""
+    prompt = prompt_ids(line["prompt"], vocabulary, chat)
+    whole = [*vocabulary.begins, *vocabulary.encode(line["prompt"] + line["answer"])]
+    ends = whole[: len(prompt)] == prompt
+    return {**line, "prompt": prompt, "answer": whole[len(prompt) :] if ends else vocabulary.encode(line["answer"])}

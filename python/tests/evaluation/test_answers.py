@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import runpy
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -173,3 +176,26 @@ def test_tasks_of_a_real_model(testbed: Setup, tmp_path: Path) -> None:
     for kind in ("niah", "multikey", "kv"):
         assert told[kind, "dense"]["right"] == told[kind, "full"]["right"] == 1
         assert told[kind, narrow]["only_dense"] == 1 and told[kind, narrow]["attended"] < 0.15
+
+
+@pytest.mark.skipif("SLUICE_COMMAND" not in os.environ or DEVICE != "cpu", reason="no command of the CPU")
+def test_the_command_sluice_tells_the_same(evaluate: Callable, tmp_path: Path) -> None:
+    """Of the tasks beside the model, in the same form."""
+    tasks, ours, theirs = (tmp_path / name for name in ("tasks.jsonl", "ours.json", "theirs.json"))
+    lines = (TESTBED / "tasks.jsonl").read_text().splitlines()
+    tasks.write_text("\n".join(line for line in lines if json.loads(line)["length"] == 512))
+    said = ("--tasks", tasks, "--policies", "full;streaming:sinks=4,recent=60")
+    assert evaluate(TESTBED, *said, "--json", ours).status == 0
+    subprocess.run([os.environ["SLUICE_COMMAND"], "eval", "--model", TESTBED, *said, "--threads", "1", "--audit", "0",
+                    "-o", "json", "--output", theirs], check=True)
+    found, other = (json.loads(path.read_text())["tasks"] for path in (ours, theirs))
+    rows = [row for row in found["results"] if row["policy"] != "dense"]  # Which the command calls full.
+    assert found.keys() == other.keys() and len(rows) == len(other["results"]) == 8
+    for row, like in zip(rows, other["results"]):
+        assert row.keys() == like.keys()
+        for name in row.keys() - {"near_bytes", "far_bytes"}:  # These by how much there is room for near.
+            want = like[name]
+            assert row[name] == (want if isinstance(want, str) else pytest.approx(want, rel=1e-6)), name
+    for item, like in zip(found["items"], other["items"]):
+        assert item.keys() == like.keys() and item["outputs"]["dense"]["ids"] == like["outputs"]["full"]["ids"]
+        assert item["outputs"]["full"].keys() == like["outputs"]["full"].keys()

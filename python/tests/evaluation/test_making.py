@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saved import model_of, tokenizer
+from saved import TESTBED, model_of, tokenizer
 from sluice.errors import InvalidArgument
-from sluice.evaluation.inputs import Bytes
-from sluice.evaluation.making import TASKS, Texts, made_tasks
+from sluice.evaluation.inputs import Bytes, Tokenizer
+from sluice.evaluation.making import TASKS, Texts, as_ids, made_tasks
 from sluice.evaluation.sources import text_of
 
 BYTES = Bytes(None)
@@ -75,6 +75,33 @@ def test_texts_that_are_there() -> None:
     assert Texts(prose, code).words()
 
 
+def test_token_ids(folder: Path) -> None:
+    """Prompt and answer in a row are the tokens of both texts in a row, also where the answer's first ones depend on
+    what is before them; where a token reaches over both, each is its own."""
+    words, line = Tokenizer(str(folder)), {"task": "a", "length": 9, "prompt": "a cat sat", "answer": " on 17 mats"}
+    made = as_ids(line, words, chat=False)
+    assert made == {**line, "prompt": [0, *words.encode("a cat sat")], "answer": words.encode(" on 17 mats")}
+    assert made["prompt"] + made["answer"] == words.tokenizer("a cat sat on 17 mats")["input_ids"]
+    over = as_ids({"prompt": "a ca", "answer": "t"}, words, chat=False)
+    assert (over["prompt"], over["answer"]) == ([0, *words.encode("a ca")], words.encode("t"))
+    assert as_ids(line, words, chat=True)["prompt"] == words.chat("a cat sat")
+    assert as_ids(line, Bytes(256), chat=False)["prompt"] == [256, *b"a cat sat"]
+
+
+class Marked:
+    """A vocabulary that writes a 9 before the first byte of every text, as SentencePiece does a blank."""
+
+    begins = [8]
+
+    def encode(self, text: str) -> list[int]:
+        return [9, *text.encode()]
+
+
+def test_token_ids_behind_the_prompt_s() -> None:
+    made = as_ids({"prompt": "a", "answer": "b"}, Marked(), chat=False)
+    assert (made["prompt"], made["answer"]) == ([8, 9, *b"a"], list(b"b"))
+
+
 def test_the_command(evaluate: Callable, folder: Path, tmp_path: Path) -> None:
     """Of a folder with a tokenizer and nothing else; what it makes is what --tasks takes."""
     tokenizer().save_pretrained(tmp_path / "words")
@@ -89,6 +116,16 @@ def test_the_command(evaluate: Callable, folder: Path, tmp_path: Path) -> None:
     assert [line["task"] for line in lines] == list(TASKS)
     assert all(1000 < len(tokenizer().encode(line["prompt"])) <= 1401 for line in lines)
     assert evaluate(folder, "--tasks", tmp_path / "tasks.jsonl").err.count("tokens of context, and the model has") == 1
+    ids = evaluate(tmp_path / "words", *make, "1400", "--token-ids")
+    assert (ids.status, ids.err) == (0, "")
+    words = Tokenizer(str(tmp_path / "words"))
+    assert [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()] == [
+        as_ids(line, words, chat=False) for line in lines]
+    assert evaluate(folder, "--tasks", tmp_path / "tasks.jsonl").err.count("tokens of context, and the model has") == 1
+    assert evaluate(TESTBED, *make, "1400", "--token-ids", "--tokenizer", "bytes").status == 0
+    first = json.loads((tmp_path / "tasks.jsonl").read_text().splitlines()[0])
+    assert first["prompt"][0] == 256 and bytes(first["prompt"][1:]).endswith(b" is") and first["answer"][0] == ord(" ")
+    assert "give --make-tasks FILE, too" in evaluate(folder, "--tasks", tmp_path / "tasks.jsonl", "--token-ids").err
     assert "must be a whole number at least 256" in evaluate(folder, *make, "12").err
     (tmp_path / "tasks.jsonl").unlink()
     assert "is a folder" in evaluate(folder, *make[:1], tmp_path, *make[2:], "1400").err

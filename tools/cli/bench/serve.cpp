@@ -94,7 +94,7 @@ Json config_of(const BenchServeOptions& options, const AttentionShape& shape, co
 
 std::shared_ptr<Device> device_of(BenchServeOptions& options) {
   std::shared_ptr<Device> device = make_device(options.device);
-  choose_chunk(options.engine, device.get(), {});
+  choose_chunk(options.engine, device.get());
   if (device) return device;
   return std::make_shared<cpu::HostDevice>(
       std::make_shared<const cpu::Workers>(cpu::Topology(), cpu::WorkersOptions{.threads = options.engine.threads}));

@@ -1,5 +1,3 @@
-#include "tools/cli/plot/plot_files.hpp"
-
 #include <algorithm>
 #include <memory>
 #include <set>
@@ -9,11 +7,16 @@
 #include <CLI/CLI.hpp>
 
 #include "sluice/error.hpp"
+#include "sluice/prefill.hpp"
+#include "tools/cli/eval/report.hpp"
+#include "tools/cli/plot/plot.hpp"
 #include "tools/cli/text/command.hpp"
 #include "tools/llama/files.hpp"
 
 namespace sluice::tools {
 namespace {
+
+const Json::json_pointer kResults("/tasks/results");
 
 struct PlotOptions {
   std::vector<std::string> files;
@@ -21,68 +24,75 @@ struct PlotOptions {
 };
 
 PlotSeries& series_of(Plot& plot, const std::string& name) {
-  const auto named = [&](const PlotSeries& known) { return known.name == name; };
-  const auto known = std::find_if(plot.series.begin(), plot.series.end(), named);
-  if (known != plot.series.end()) return *known;
-  return plot.series.emplace_back(PlotSeries{.name = name, .points = {}});
+  const auto known = std::ranges::find(plot.series, name, &PlotSeries::name);
+  return known != plot.series.end() ? *known : plot.series.emplace_back(PlotSeries{.name = name, .points = {}});
 }
 
-/// Rows of the table `eval`, if the report has one with all that a plot shows.
-Json rows_of(const std::string& file) {
+/// A report of eval with tasks.
+Json report_of(const std::string& file) {
   const auto refuse = [&](const std::string& cause) {
-    throw Error(Errc::corrupt, "'" + file + "' " + cause + "; write it by `sluice eval -o json --output FILE`");
+    throw Error(Errc::corrupt, "'" + file + "' " + cause +
+                                   "; write it by `sluice eval -o json --output FILE`, or `python -m sluice "
+                                   "eval --json FILE`");
   };
-  const Json document = Json::parse(read_text_file(file), nullptr, false);
+  Json document = Json::parse(read_text_file(file), nullptr, false);
   if (document.is_discarded()) refuse("is no JSON");
-  const Json::json_pointer place("/results/eval");
-  if (!document.is_object() || !document.contains(place) || !document.at(place).is_array()) {
-    refuse("is no report of `sluice eval` with tasks");
+  if (!document.is_object() || !document.contains(kResults) || !document.at(kResults).is_array())
+    refuse("is no report of eval with tasks");
+  for (const Json& row : document.at(kResults)) {
+    const bool whole = row.is_object() && row.contains("policy") && row["policy"].is_string() &&
+                       row.contains("accuracy") && row["accuracy"].is_number();
+    if (!whole) refuse("has a row without policy or accuracy");
   }
-  for (const Json& row : document.at(place)) {
-    const bool named = row.is_object() && row.contains("policy") && row["policy"].is_string() &&
-                       row.contains("prefill") && row["prefill"].is_string() && row.contains("accuracy") &&
-                       row["accuracy"].is_number();
-    if (!named || !row.contains("near_bytes_share") || !row.contains("far_bytes_share")) {
-      refuse("has a row without policy, prefill, accuracy, near_bytes_share or far_bytes_share");
+  return document;
+}
+
+/// How a report's prompts were attended, where its configuration says it: of the command, and of the package.
+std::string prefill_of(const Json& report) {
+  for (const char* const place : {"/config/prefill/name", "/config/option/prefill_mode"}) {
+    const Json::json_pointer at(place);
+    if (report.contains(at) && report.at(at).is_string()) return report.at(at);
+  }
+  return to_string(PrefillMode::full);
+}
+
+/// A series for each policy, and each way to attend prompts if there are several. What has not said how much it read
+/// has no point.
+void add_points(const std::vector<Json>& reports, Plot& plot) {
+  std::set<std::string> prefills;
+  for (const Json& report : reports) prefills.insert(prefill_of(report));
+  for (const Json& report : reports) {
+    const std::string prefill = prefills.size() > 1 ? ", " + prefill_of(report) : "";
+    for (const Json& row : report.at(kResults)) {
+      const Json bytes = row.value("bytes", Json());
+      if (row.value("task", Json()) == kAllTasks || !bytes.is_number()) continue;
+      PlotSeries& series = series_of(plot, row["policy"].get<std::string>() + prefill);
+      series.points.push_back({bytes.get<double>(), row["accuracy"].get<double>()});
     }
   }
-  return document.at(place);
 }
 
 int run(const PlotOptions& options) {
   const OutputTarget target(options.output);
-  Json rows = Json::array();
-  for (const std::string& file : options.files) {
-    for (const Json& row : rows_of(file)) rows.push_back(row);
-  }
-  target.commit(to_svg(accuracy_plot(rows)));
+  Plot plot{.title = "Accuracy against bytes read",
+            .x_title = "bytes, share of dense attention's",
+            .y_title = "accuracy",
+            .series = {}};
+  std::vector<Json> reports;
+  for (const std::string& file : options.files) reports.push_back(report_of(file));
+  add_points(reports, plot);
+  target.commit(to_svg(plot));
   return kOk;
 }
 
 }  // namespace
 
-Plot accuracy_plot(const Json& rows) {
-  Plot plot{.title = "Accuracy against bytes of K, V and digests read",
-            .x_title = "bytes, share of dense attention's",
-            .y_title = "accuracy",
-            .series = {}};
-  std::set<std::string> prefills;
-  for (const Json& row : rows) prefills.insert(row.at("prefill").get<std::string>());
-  for (const Json& row : rows) {
-    const Json& near = row.at("near_bytes_share");
-    const Json& far = row.at("far_bytes_share");
-    if (!near.is_number() || !far.is_number()) continue;  // It never decoded.
-    const auto policy = row.at("policy").get<std::string>();
-    const std::string name = prefills.size() > 1 ? policy + ", " + row.at("prefill").get<std::string>() : policy;
-    series_of(plot, name).points.push_back({near.get<double>() + far.get<double>(), row.at("accuracy").get<double>()});
-  }
-  return plot;
-}
-
 void add_plot(CLI::App& app, int& exit_code) {
   auto options = std::make_shared<PlotOptions>();
-  auto* command = app.add_subcommand("plot", "Draw what several runs of `sluice eval` found, as one SVG");
-  command->add_option("FILES", options->files, "Reports of `sluice eval -o json`")->required()->type_name("FILE");
+  auto* command = app.add_subcommand("plot", "Draw what several runs of eval found, as one SVG");
+  command->add_option("FILES", options->files, "Reports of `sluice eval -o json`, or `python -m sluice eval --json`")
+      ->required()
+      ->type_name("FILE");
   command->add_option("--output", options->output, "Write the SVG to this file [default: standard output]")
       ->type_name("FILE");
   command->callback([options, &exit_code] { exit_code = run(*options); });

@@ -55,7 +55,7 @@ void add_run(CLI::App& app, int& exit_code) {
   add_count(*command, "--max-tokens", options->max_tokens, "Tokens to generate at most", {.least = 1, .most = 1 << 20});
   add_count(*command, "--decode-prompt", options->decode_prompt,
             "Last prompt tokens to read under the policy, one by one, instead of densely");
-  add_prefill_flags(*command, options->prefill, false);
+  add_prefill_flags(*command, options->prefill);
   const auto optional = [](auto& target) {
     return [&target](auto value) { target = static_cast<typename std::decay_t<decltype(target)>::value_type>(value); };
   };

@@ -70,7 +70,7 @@ double near_share(const Device* device, const EngineFlags& flags, const Attentio
 int run(const RunOptions& options) {
   const PolicySpec given = parse_policy(options.policy);
   if (options.far != "auto") (void)with_far(options.policy, options.far, {}, {});  // Refused before anything is read.
-  const PrefillSpec prefill = parse_one_prefill(options.prefill);
+  const PrefillSpec prefill = parse_prefill(options.prefill.mode, options.prefill.flex);
   const OutputTarget target(options.output.path);
   const OutputTarget trace_target(options.trace);
   const std::shared_ptr<Device> device = make_device(options.device);
@@ -79,7 +79,7 @@ int run(const RunOptions& options) {
   const std::vector<int> prompt = read_prompt(options.prompt, model.config());
   const std::uint32_t answer = std::min(options.max_tokens, room_behind(prompt.size(), model.config()));
   EngineFlags flags = options.engine;
-  choose_chunk(flags, device.get(), std::span(&prefill, 1));
+  choose_chunk(flags, device.get(), prefill);
   choose_kv_dtype(flags, model);
   const auto tokens = static_cast<std::uint32_t>(prompt.size()) + answer;
   const double near = options.near.empty() ? near_share(device.get(), flags, model.config().shape(), tokens)

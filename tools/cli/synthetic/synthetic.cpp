@@ -25,9 +25,6 @@ float heavy(std::uint64_t stream, std::uint64_t token) noexcept {
   return (noise(stream, token) + noise(stream, token + 1)) * std::numbers::sqrt2_v<float> / 2.f;
 }
 
-/// The first and last tokens are near whatever the policy; needles lie between.
-std::uint32_t margin_of(const SyntheticOptions& options) noexcept { return options.tokens / 16; }
-
 /// To what E4M3 with the row's scale stands for; see e4m3.hpp.
 void round_row(std::span<float> row) {
   constexpr int kBits = 3, kLeastExponent = -6;  // Of the mantissa; of codes that are not subnormal.
@@ -56,22 +53,12 @@ void append_runs(std::uint32_t begin, std::uint32_t end, std::uint32_t page_toke
   }
 }
 
-void check_needles(const SyntheticOptions& options) {
-  const std::uint64_t most = (options.tokens - 2 * margin_of(options)) / 2;
-  const std::uint64_t wanted = std::uint64_t{options.needles} * options.steps;
-  if (wanted <= most) return;
-  throw Error(Errc::invalid_argument, "--needles: " + std::to_string(options.needles) + " in each of " +
-                                          std::to_string(options.steps) + " steps are more than the " +
-                                          std::to_string(most) + " that fit " + std::to_string(options.tokens) +
-                                          " tokens; ask for fewer, or for a longer context");
-}
-
 void check_sinks(const SyntheticOptions& options) {
   for (const double share : options.sinks) {
     if (share >= 0.0 && share <= kMostOnSinks) continue;  // NaN is refused too.
     throw Error(Errc::invalid_argument, "--sinks: " + std::to_string(share) + " is no share in [0, 0.999]");
   }
-  constexpr std::uint32_t kLeast = 16 * SyntheticLayer::kSinks;  // Needles keep clear of the first sixteenth.
+  constexpr std::uint32_t kLeast = 16 * SyntheticLayer::kSinks;
   if (options.sinks.empty() || options.tokens >= kLeast) return;
   throw Error(Errc::invalid_argument, "--sinks: a context of " + std::to_string(options.tokens) +
                                           " tokens is too short for them; give at least " + std::to_string(kLeast));
@@ -84,7 +71,6 @@ SyntheticLayer::SyntheticLayer(const SyntheticOptions& options, const cpu::Topol
       pairs_(options.shape.head_dim / 8),
       device_(builders),
       pages_(static_cast<std::uint32_t>(div_up(options.tokens + options.steps, options.layout.page_tokens))) {
-  check_needles(options);
   check_sinks(options);
   for (std::uint32_t m = 0; m < pairs_; ++m) {
     frequency_.push_back(std::numbers::pi * std::pow(kLongestPeriod / 2.0, -(m + 0.5) / pairs_));  // Log-spaced.
@@ -98,7 +84,6 @@ SyntheticLayer::SyntheticLayer(const SyntheticOptions& options, const cpu::Topol
   for (std::size_t i = 0; i < refs.size(); ++i) {
     frames_[(i % options_.shape.kv_heads) * pages_ + i / options_.shape.kv_heads] = refs[i].frame;
   }
-  plant_needles();
   write_pages(*builders);
   write_queries();
   if (!options_.sinks.empty()) aim_queries(*builders);
@@ -107,35 +92,6 @@ SyntheticLayer::SyntheticLayer(const SyntheticOptions& options, const cpu::Topol
 std::uint32_t SyntheticLayer::noise_dims() const noexcept {
   const std::uint32_t sink_dims = options_.sinks.empty() ? 0 : 1;
   return options_.shape.head_dim - kHeavySharedDims - own_dims_ - kDistanceDims - 2 * pairs_ - sink_dims;
-}
-
-void SyntheticLayer::plant_needles() {
-  const std::uint64_t stream = stream_of(options_.seed, 0, kNeedles);
-  std::uint64_t draws = 0;
-  const std::uint32_t margin = margin_of(options_);
-  for (std::uint32_t step = 0; step < options_.steps && options_.needles != 0; ++step) {
-    std::vector<std::uint32_t> tokens;
-    while (tokens.size() < options_.needles) {
-      const auto token = static_cast<std::uint32_t>(margin + mix(stream + draws++) % (options_.tokens - 2 * margin));
-      const auto taken = [token](const auto& planted) { return planted.first == token; };
-      if (std::any_of(planted_.begin(), planted_.end(), taken)) continue;
-      tokens.push_back(token);
-      planted_.emplace_back(token, step);
-    }
-    std::sort(tokens.begin(), tokens.end());
-    needles_.insert(needles_.end(), tokens.begin(), tokens.end());
-  }
-  std::sort(planted_.begin(), planted_.end());
-}
-
-std::span<const std::uint32_t> SyntheticLayer::needles(std::uint32_t step) const noexcept {
-  return std::span(needles_).subspan(std::size_t{step} * options_.needles, options_.needles);
-}
-
-float SyntheticLayer::needle_direction(std::uint32_t step, std::uint32_t i) const noexcept {
-  const std::uint64_t bits = mix(stream_of(options_.seed, step, kDirections) + i);
-  if (bits % noise_dims() >= kNeedleDims) return 0.f;
-  return (bits >> 63) != 0 ? 1.f : -1.f;
 }
 
 KvView SyntheticLayer::view(std::uint32_t kv_head) const noexcept {
@@ -213,14 +169,9 @@ void SyntheticLayer::key(std::uint32_t kv_head, std::uint32_t token, const float
   *at++ = -std::log(static_cast<float>(end - token));
   at = std::copy_n(rotation, pairs_ * 2, at);
   const std::uint64_t stream = stream_of(options_.seed, kv_head, kKeyNoise);
-  float* const noises = at;
   for (std::uint64_t i = 0; i < noise_dims(); ++i) {
     *at++ = noise(stream, std::uint64_t{token} * options_.shape.head_dim + i);
   }
-  const auto planted = std::lower_bound(planted_.begin(), planted_.end(), std::pair{token, 0u});
-  if (planted == planted_.end() || planted->first != token) return;
-  const float share = kNeedleKey / std::sqrt(static_cast<float>(kNeedleDims));
-  for (std::uint32_t i = 0; i < noise_dims(); ++i) noises[i] += share * needle_direction(planted->second, i);
 }
 
 }  // namespace sluice::tools

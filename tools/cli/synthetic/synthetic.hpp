@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "cpu/backend/backend.hpp"
@@ -32,9 +31,6 @@ struct SyntheticOptions {
   double group_correlation = 0.5;
   std::uint64_t seed = 0;
   SyntheticPattern pattern = SyntheticPattern::structured;
-  /// Prompt tokens that every decode step looks for, new ones in each step, so that no history tells of them. They hold
-  /// most of the softmax of most heads. See check_needles.
-  std::uint32_t needles = 0;
   /// Attention sinks: share of each query's softmax that the first SyntheticLayer::kSinks tokens hold; the query heads
   /// take the list's shares in turn. Empty: the first tokens are like any other.
   std::vector<double> sinks = {};
@@ -44,8 +40,6 @@ struct SyntheticOptions {
 /// Appends the runs that cover tokens [begin, end).
 void append_runs(std::uint32_t begin, std::uint32_t end, std::uint32_t page_tokens, std::vector<PageRun>& runs);
 
-/// @throws Error{Errc::invalid_argument} if the needles of all steps take more than half of the tokens that may be one.
-void check_needles(const SyntheticOptions& options);
 /// @throws Error{Errc::invalid_argument} for a share beyond 0.999, or a context too short to have sinks.
 void check_sinks(const SyntheticOptions& options);
 
@@ -54,9 +48,9 @@ void check_sinks(const SyntheticOptions& options);
 /// heavy: unit variance, neighbours correlate by 0.5, s from 2 to 4.5 by KV head. The distance is counted from the
 /// last step, so that it is a property of the key. slashes: a sum of rotary pairs with log-spaced frequencies and
 /// phases of the query head's own, a function of t - j alone. noise: queries drift slowly (0.95 per step) through
-/// directions that carry nothing else. Needles: keys that share a direction among the noise with one step's queries.
-/// Sinks: keys with a dimension of their own, in which every query, of prompt and steps, asks for just as much as makes
-/// its share the one wanted. As in trained models their values are small, a tenth of the others'.
+/// directions that carry nothing else. Sinks: keys with a dimension of their own, in which every query, of prompt and
+/// steps, asks for just as much as makes its share the one wanted. As in trained models their values are small, a tenth
+/// of the others'.
 ///
 /// Everything follows from `seed`, whatever the number of threads. Pages lie in a HostPool as a sequence leaves
 /// them there: the heads' pages interleaved.
@@ -73,16 +67,10 @@ class SyntheticLayer {
   [[nodiscard]] KvView view(std::uint32_t kv_head) const noexcept;
   /// Query of decode step `step`, whose own token is at position tokens + step: [group, head_dim].
   [[nodiscard]] const float* query(std::uint32_t kv_head, std::uint32_t step) const noexcept;
-  /// What decode step `step` looks for, ascending; empty without needles.
-  [[nodiscard]] std::span<const std::uint32_t> needles(std::uint32_t step) const noexcept;
   /// Queries of the last prompt tokens: [prompt_queries, group, head_dim].
   [[nodiscard]] std::span<const float> prompt_queries(std::uint32_t kv_head) const noexcept;
 
  private:
-  void plant_needles();
-  /// Component `i` of the direction that the needles of a step and its queries share: +1 or -1 in a few of the noise's
-  /// dimensions, 0 in the others.
-  [[nodiscard]] float needle_direction(std::uint32_t step, std::uint32_t i) const noexcept;
   void write_pages(const cpu::Workers& builders);
   void write_page(std::uint32_t page, cpu::Backend& backend);
   void write_queries();
@@ -101,8 +89,6 @@ class SyntheticLayer {
   std::unique_ptr<cpu::HostPool> pool_;
   std::vector<std::uint32_t> frames_;  ///< [kv_heads, pages]
   std::uint32_t pages_;
-  std::vector<std::uint32_t> needles_;                           ///< [steps, options.needles]
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> planted_;  ///< (token, step), ascending
   std::vector<float> queries_;  ///< [kv_heads, prompt_queries + steps, group, head_dim]
 };
 

@@ -81,9 +81,6 @@ std::vector<double> SyntheticForwards::time(std::uint32_t count, bool graph, std
   std::vector<double> us;
   for (std::uint32_t i = 0; i < count; ++i) {
     stop_if_interrupted();
-    if (bucket().audit) {
-      for (const PlanItem& item : items_) engine_->watch(item.sequence, layer_.needles(next_step_));
-    }
     put_step(next_step_++);
     const Clock::time_point begin = Clock::now();
     const Batch batch = engine_->plan(items_, bucket(), stream_);

@@ -25,7 +25,7 @@ struct SyntheticForwardsOptions {
   std::uint32_t threads = 0;
   std::uint32_t promotions = EngineOptions{}.promotions;
   std::uint32_t dense_tokens = EngineOptions{}.dense_tokens;
-  bool audit = false;                                   ///< every token, with the layer's needles watched
+  bool audit = false;                                   ///< every token
   std::function<void(const ForwardTrace&)> on_trace{};  ///< of every step; empty: none is traced
 };
 

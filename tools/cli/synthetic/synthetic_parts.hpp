@@ -7,11 +7,6 @@
 /// What the keys and the queries of a SyntheticLayer have to agree on, and noise without state.
 namespace sluice::tools::synthetic {
 
-/// Length of a needle's mark in its key, and what it adds to the score of its step: as much as the largest of the other
-/// scores, or more.
-inline constexpr float kNeedleKey = 6.f;
-inline constexpr double kNeedleScore = 28.0;
-inline constexpr std::uint32_t kNeedleDims = 16;  ///< that the mark is spread over, on average
 inline constexpr std::uint32_t kHeavySharedDims = 1;
 inline constexpr float kSinkKey = 8.f;  ///< a sink's key in the sinks' dimension, the last one; all else in it is 0
 
@@ -31,6 +26,6 @@ inline std::uint64_t stream_of(std::uint64_t seed, std::uint64_t kv_head, std::u
   return mix(mix(mix(seed) + kv_head) + purpose);
 }
 
-enum Purpose : std::uint64_t { kKeyNoise = 1, kValues = 2, kQueries = 3, kNeedles = 4, kDirections = 5, kHeavy = 16 };
+enum Purpose : std::uint64_t { kKeyNoise = 1, kValues = 2, kQueries = 3, kHeavy = 16 };
 
 }  // namespace sluice::tools::synthetic

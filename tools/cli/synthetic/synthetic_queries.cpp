@@ -69,15 +69,9 @@ void SyntheticLayer::write_head_queries(std::uint32_t head) {
       *at++ = static_cast<float>(slash * std::cos(frequency_[m] * position + phase[m]));
       *at++ = static_cast<float>(slash * std::sin(frequency_[m] * position + phase[m]));
     }
-    float* const noises = at;
     for (double& d : drift) {
       *at++ = static_cast<float>(drift_scale * d);
       d = kept * d + std::sqrt(1.0 - kept * kept) * normal();
-    }
-    if (options_.needles == 0 || row < options_.prompt_queries) continue;
-    const double share = scale * kNeedleScore / kNeedleKey / std::sqrt(static_cast<double>(kNeedleDims));
-    for (std::uint32_t i = 0; i < drift.size(); ++i) {
-      noises[i] += static_cast<float>(share) * needle_direction(row - options_.prompt_queries, i);
     }
   }
 }

@@ -98,6 +98,8 @@ std::string markdown(const Table& table) {
 
 }  // namespace
 
+namespace {
+
 Json to_objects(const Table& table) {
   Json rows = Json::array();
   for (const auto& row : table.rows) {
@@ -107,6 +109,8 @@ Json to_objects(const Table& table) {
   }
   return rows;
 }
+
+}  // namespace
 
 std::string to_csv(const Table& table) {
   std::string out;
@@ -127,9 +131,9 @@ std::string json(const Report& report) {
   for (const auto& [key, value] : report.extra.items()) document[key] = value;
   Json results = Json::object();
   for (const Table& table : report.tables) {
-    results[table.key] = to_objects(table);
+    if (table.in_json) results[table.key] = to_objects(table);
   }
-  document["results"] = std::move(results);
+  if (!results.empty() || report.tables.empty()) document["results"] = std::move(results);
   return document.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 

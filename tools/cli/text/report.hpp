@@ -35,6 +35,7 @@ struct Table {
   std::vector<Column> columns{};
   std::vector<std::vector<Json>> rows{};
   Layout layout = Layout::rows;
+  bool in_json = true;  ///< else further keys of the report have what it shows
 };
 
 /// What a subcommand found, with everything that is needed to find it again.
@@ -45,13 +46,12 @@ struct Report {
   Json extra = Json::object();  ///< further top-level keys of the JSON form
 };
 
-/// JSON: one object {schema_version, tool, version, command, host, config, <extra...>, results: {table: [row]}}.
+/// JSON: one object {schema_version, tool, version, command, host, config, <extra...>, results: {table: [row]}};
+/// without results where no table is in JSON.
 /// Markdown: one table after the other, those without rows left out. CSV: the first table alone, header line first,
 /// because no reader of CSV expects a second one behind it.
 /// Bytes that are not UTF-8 become U+FFFD in JSON.
 [[nodiscard]] std::string render(const Report& report, Format format);
-/// A table's rows as JSON writes them: objects by the columns' keys.
-[[nodiscard]] Json to_objects(const Table& table);
 /// Numbers as in JSON; null, NaN and infinity are empty.
 [[nodiscard]] std::string to_csv(const Table& table);
 

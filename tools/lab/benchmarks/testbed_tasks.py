@@ -2,7 +2,7 @@
 --tasks` reads them: token ids, a byte being its own.
 
 `python tools/lab/benchmarks/testbed_tasks.py --tasks niah,multikey,kv --lengths 2K,8K --count 8 >tasks.jsonl`. The
-same arguments give the same tasks. `sluice eval` draws others of the same kind."""
+same arguments give the same tasks. `--lengths 512,2K --count 1` made those beside the model."""
 
 from __future__ import annotations
 
