@@ -94,14 +94,19 @@ void settle_fetching(EngineOptions& options, const Device& device, const cpu::To
   if (options.fetch_share != 0.f) options.fetch_lists = std::max(options.fetch_lists, scheduler::kFetchLists);
 }
 
-/// What the device has no kernels for, automatic prompts do without; and who waits is as suits it. `embedded`: it is
-/// the engine's own host device, which would have the same cores read all keys to choose of a few.
-const EngineOptions& settled(EngineOptions& options, const Device& on, const ForwardVerbs& verbs,
+/// What the options say of sizes they say as these have come out. `embedded`: the device is the engine's own host
+/// device, which would have the same cores read all keys to choose of a few.
+void settle_sizes(EngineOptions& options, bool embedded) {
+  options.forecasts = options.forecasts && !embedded;
+  options.code_bits = runtime::sizes_of(options).code_bits;
+}
+
+/// What the device has no kernels for, automatic prompts do without; and who waits is as suits it.
+runtime::EngineSizes settled(EngineOptions& options, const Device& on, const ForwardVerbs& verbs,
                              const cpu::Topology& topology, bool embedded) {
   const DeviceInfo& device = on.info();
   settle_fetching(options, on, topology);
-  options.forecasts = options.forecasts && !embedded;
-  options.code_bits = runtime::code_bits_of(options);
+  settle_sizes(options, embedded);
   if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options, on);
   if (runtime::prefill_of(options.prefill).flex.flattened && device.own_processor)
     throw Error(Errc::unsupported,
@@ -113,17 +118,16 @@ const EngineOptions& settled(EngineOptions& options, const Device& on, const For
   if (options.handover == Handover::stream && !device.stream_waits)
     throw Error(Errc::unsupported, "handover is stream, and streams of device '" + device.name +
                                        "' cannot wait for a word of memory by themselves; use device or host");
-  return options;
+  return runtime::sizes_of(options);
 }
 
 /// The same for the embedded host device, without building one: it can do all that options may ask for.
-const EngineOptions& settled_on_host(EngineOptions& options) {
-  options.forecasts = false;
+runtime::EngineSizes settled_on_host(EngineOptions& options) {
+  settle_sizes(options, true);
   if (options.fetch_share == kFetchAuto) options.fetch_share = 0.f;
-  options.code_bits = runtime::code_bits_of(options);
   if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options);
   if (options.handover == Handover::automatic) options.handover = cpu::HostDeviceOptions{}.handover;
-  return options;
+  return runtime::sizes_of(options);
 }
 
 }  // namespace
@@ -134,8 +138,8 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       embedded(given ? nullptr : embedded_workers(options, topology)),
       device(device_or_host(std::move(given), embedded)),
       verbs(verbs_of(*device)),
-      memory(settled(options, *device, verbs, topology, embedded != nullptr), *device, verbs, topology,
-             node_of(topology, *device)),
+      sizes(settled(options, *device, verbs, topology, embedded != nullptr)),
+      memory(options, sizes, *device, verbs, topology, node_of(topology, *device)),
       side(verbs.make_side()),
       choice(memory.largest(), cpu::fastest_kernels(), options.answer_timeout),
       far_notes(memory.largest()),
@@ -203,10 +207,14 @@ EngineMemoryUse memory_needed(const EngineOptions& options, Device* device) {
   return translated([&] {
     runtime::validate(options);
     EngineOptions chosen = options;
-    if (device == nullptr) return runtime::EngineMemory::needed(settled_on_host(chosen), nullptr);
+    if (device == nullptr) {
+      const runtime::EngineSizes sizes = settled_on_host(chosen);
+      return runtime::EngineMemory::needed(chosen, sizes, nullptr);
+    }
     const ForwardVerbs& verbs = verbs_of(*device);
     const cpu::Topology topology = cpu::chosen_cores({}, options.cores, device->info());
-    return runtime::EngineMemory::needed(settled(chosen, *device, verbs, topology, false), &verbs);
+    const runtime::EngineSizes sizes = settled(chosen, *device, verbs, topology, false);
+    return runtime::EngineMemory::needed(chosen, sizes, &verbs);
   });
 }
 

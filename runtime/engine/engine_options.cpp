@@ -8,6 +8,7 @@
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "sluice/page_rules.hpp"
+#include "sluice/step/int4.hpp"
 
 namespace sluice::runtime {
 namespace {
@@ -145,9 +146,22 @@ void validate(const EngineOptions& options) {
           "at most " + std::to_string(kMostRows / (2 * page) * near_page));
 }
 
+EngineSizes sizes_of(const EngineOptions& options) noexcept {
+  // Beside scores of the caller there are no copies of keys, unless a width is named.
+  const std::uint32_t unnamed = options.largest.scores ? 0 : kCodeBits;
+  return {.prompt_queries = options.prompt_queries,
+          .max_picks = options.max_picks,
+          .max_ranked = options.max_ranked,
+          .max_window = options.max_window,
+          .max_clusters = options.max_clusters,
+          .code_bits = options.code_bits != 0 ? options.code_bits : unnamed,
+          .digests = options.digests,
+          .forecasts = options.forecasts};
+}
+
 void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options) {
   sluice::validate(policy);
-  const scheduler::ForwardNeeds needs = scheduler::forward_needs(policy, tokens, limits_of(options).shape);
+  const scheduler::ForwardNeeds needs = scheduler::forward_needs(policy, tokens, limits_of(options, {}).shape);
   if (needs.bucket.pages && options.digests.value_or(policy.pages.digest) != policy.pages.digest)
     throw Error(Errc::unsupported,
                 "the policy ranks pages by another kind of digest than EngineOptions::digests has for the "
@@ -184,19 +198,19 @@ void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& op
   bucket.unbounded |= options.forecasts && scheduler::forecasts(policy) && policy.budget.kind == BudgetKind::top_p;
   if (scheduler::chooser(policy) == scheduler::Chooser::cpu)
     options.cpu_sequences = std::max(options.cpu_sequences, 1u);
-  require_served(policy, options);
+  require_served(policy, options, sizes_of(options));
 }
 
-void require_served(const PolicySpec& policy, const EngineOptions& options) {
-  const std::string reason = scheduler::forward_unserved(policy, options.largest, limits_of(options));
+void require_served(const PolicySpec& policy, const EngineOptions& options, const EngineSizes& sizes) {
+  const std::string reason = scheduler::forward_unserved(policy, options.largest, limits_of(options, sizes));
   if (!reason.empty())
     throw Error(Errc::unsupported, "the engine cannot serve this policy: " + reason +
                                        "; make_room_for sets options for policies that engines serve, such as "
                                        "`exact | int4 | top_p=0.95 | near=0`");
-  if (scheduler::prompt_queries(policy) > options.prompt_queries)
+  if (scheduler::prompt_queries(policy) > sizes.prompt_queries)
     throw Error(Errc::unsupported, "the policy begins with " + std::to_string(scheduler::prompt_queries(policy)) +
                                        " queries of a prompt, and EngineOptions::prompt_queries is " +
-                                       std::to_string(options.prompt_queries) + "; raise it");
+                                       std::to_string(sizes.prompt_queries) + "; raise it");
 }
 
 }  // namespace sluice::runtime

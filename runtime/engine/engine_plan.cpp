@@ -114,7 +114,7 @@ void Engine::Impl::require_choosable(const Sequence& sequence, const PlanItem& i
                                              text(most.max_ranked) + "; raise it");
   };
   scheduler::for_each_choice(sequence.spec, sequence.planned, item.tokens, bucket.drafts,
-                             runtime::limits_of(options).shape, require);
+                             limits().shape, require);
 }
 
 std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem> items, const Bucket& bucket) {
@@ -147,7 +147,7 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
                                          "'s policy attends a sample that stands for what one query would attend, "
                                          "which no bucket with drafts serves; plan one token at a time");
     const std::string reason =
-        item.prefill ? "" : scheduler::forward_unserved(sequence.spec, bucket, runtime::limits_of(options));
+        item.prefill ? "" : scheduler::forward_unserved(sequence.spec, bucket, limits());
     if (!reason.empty()) throw Error(Errc::invalid_argument, name + "'s policy does not go with the bucket: " + reason);
     if (!item.prefill) require_choosable(sequence, item, bucket);
     if (!item.prefill) require_clusters(item.sequence, sequence, sequence.planned);
@@ -178,7 +178,7 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
                                    sequence->clusters.schedule.clustered(), *row);
       if (m.proposes() && sequence->tail.slot != kNone) {
         ForwardRow ahead = *row;
-        scheduler::choose_proposed(sequence->spec, sequence->tail.slot, runtime::limits_of(options).shape, ahead);
+        scheduler::choose_proposed(sequence->spec, sequence->tail.slot, limits().shape, ahead);
         // Else the CPU chooses, as it always can.
         if (ahead.picks <= m.max_picks && (ahead.mass == 0.f || m.bucket.unbounded)) *row = ahead;
       }
@@ -188,12 +188,12 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
     };
     if (!item.prefill)
       scheduler::for_each_choice(sequence->spec, sequence->planned, item.tokens, m.bucket.drafts,
-                                 runtime::limits_of(options).shape, put);
+                                 limits().shape, put);
     if (!item.prefill) decoded += item.tokens;
     for (std::uint32_t i = 0; i < item.tokens; ++i, ++at) {
       m.slip_tokens[at] = {.list = list,
                            .position = sequence->planned + i,
-                           .tail = sequence->tail_row(item, sequence->planned + i, options.prompt_queries),
+                           .tail = sequence->tail_row(item, sequence->planned + i, sizes.prompt_queries),
                            .decoded = item.prefill ? 0u : 1u};
     }
   }
@@ -287,7 +287,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
   }
   for (const auto& [sequence, item] : wanted) {
     if (item.prefill && sequence->tail.slot != kNone)
-      sequence->extend_tail(item.tokens, bucket.prefills != 0 ? item.tokens : queries, options.prompt_queries);
+      sequence->extend_tail(item.tokens, bucket.prefills != 0 ? item.tokens : queries, sizes.prompt_queries);
     if (item.prefill) sequence->clusters.forget();
     if (!item.prefill && sequence->leaves_out())
       sequence->names.sparse = std::min(sequence->names.sparse, sequence->planned);

@@ -72,14 +72,14 @@ SequenceId Engine::Impl::add(const PolicySpec& spec, std::uint32_t tokens) {
 
 SequenceId Engine::Impl::begin(const PolicySpec& policy) {
   sluice::validate(policy);
-  runtime::require_served(policy, options);
+  require_served(policy);
   return add(policy);
 }
 
 SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens, const PolicySpec* policy) {
   if (policy != nullptr) {
     sluice::validate(*policy);
-    runtime::require_served(*policy, options);
+    require_served(*policy);
   }
   const Sequence& parent = resting(id, "fork");
   if (tokens > parent.tokens)
