@@ -15,20 +15,6 @@
 namespace sluice::runtime {
 namespace {
 
-Bucket largest_of(const EngineOptions& options, const scheduler::LayerStacks& stacks, const PageLayout& layout,
-                  std::uint32_t blocks) {
-  Bucket bucket = options.largest;
-  const std::uint64_t pages = stacks.pages_in(blocks);
-  std::uint64_t tokens = bucket.max_tokens;
-  // Where all layers have windows memory is no bound; unless one is named, it is as if everything were kept.
-  if (tokens == 0 || pages != ~std::uint64_t{0}) {
-    const std::uint64_t longest = std::min<std::uint64_t>(pages, blocks) * layout.page_tokens;
-    tokens = tokens == 0 ? longest : std::min(tokens, longest);
-  }
-  bucket.max_tokens = static_cast<std::uint32_t>(div_up(tokens, layout.page_tokens)) * layout.page_tokens;
-  return bucket;
-}
-
 std::uint64_t block_bytes_of(const ForwardMemory& memory) { return memory.far_layout.page_bytes() * memory.planes(); }
 /// As many near pages, one of each plane.
 std::uint64_t near_bytes_of(const ForwardMemory& memory, std::uint64_t pages) {
@@ -77,7 +63,7 @@ ForwardMemory described(const EngineOptions& options, const EngineSizes& sizes, 
   memory.blocks = static_cast<std::uint32_t>(options.host_bytes / block_bytes_of(memory));
   memory.near_pages = static_cast<std::uint32_t>(options.near_bytes / near_bytes_of(memory, 1));
   memory.promotions = memory.near_pages == 0 ? 0 : options.promotions;
-  memory.largest = memory.bucket = largest_of(options, stacks, memory.layout, memory.blocks);
+  memory.largest = memory.bucket = options.largest;
   memory.max_pages = memory.largest.max_tokens / memory.layout.page_tokens;
   memory.append_rows = std::max(memory.largest.rows(), options.import_rows);
   memory.max_picks = std::min(sizes.max_picks, memory.largest.max_tokens);

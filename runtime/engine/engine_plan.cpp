@@ -99,19 +99,20 @@ void Engine::Impl::require_choosable(const Sequence& sequence, const PlanItem& i
     if (row.picks > most.max_picks)
       throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.picks) +
                                              " tokens, and EngineOptions::max_picks is " + text(most.max_picks) +
-                                             "; raise it");
+                                             "; name its policy in EngineOptions::policies");
     if (row.whole() && row.tokens > list_room)
       throw Error(Errc::out_of_capacity, name + ": its policy attends all of " + text(row.tokens) +
                                              " tokens, and there is room for " + text(list_room) +
-                                             "; raise EngineOptions::max_ranked, or set largest.unbounded");
+                                             "; name its policy in EngineOptions::policies");
     if (row.page_picks > most.max_ranked)
       throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.page_picks) +
                                              " pages, and EngineOptions::max_ranked is " + text(most.max_ranked) +
-                                             "; raise it");
+                                             "; name its policy in EngineOptions::policies");
     if (row.microbatch != 0 && !most.takes_pages(bucket))
       throw Error(Errc::out_of_capacity, name + ": a query head may choose every page of the " + text(most.max_pages) +
                                              " that a sequence may have, and EngineOptions::max_ranked is " +
-                                             text(most.max_ranked) + "; raise it");
+                                             text(most.max_ranked) +
+                                             "; name its policy in EngineOptions::policies");
   };
   scheduler::for_each_choice(sequence.spec, sequence.planned, item.tokens, bucket.drafts,
                              limits().shape, require);

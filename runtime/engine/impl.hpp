@@ -270,7 +270,7 @@ struct Engine::Impl : cpu::Kept {
   std::shared_ptr<cpu::Workers> embedded;  ///< of an embedded device; null if there is none
   std::shared_ptr<Device> device;
   ForwardVerbs& verbs;
-  runtime::EngineSizes sizes;
+  EngineSizes sizes;
   runtime::EngineMemory memory;
   std::unique_ptr<ForwardSide> side;  ///< of `memory`, which it uses
   runtime::FarChoice choice;
