@@ -14,7 +14,6 @@ What cannot be served is refused with the reason. Versions of transformers that 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,11 +105,13 @@ def options_for(model: transformers.PreTrainedModel, policies: Sequence[str], ho
         layers=sum(kind.make is None for kind in kinds), **attention_shape(model, config, kinds),
         device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
         host_bytes=_unsigned("host_bytes", host_bytes, 64) // ranks_of(model), sequences=sequences, largest=largest,
-        policies=list(policies), **{**logit_options(model, config, kinds), **options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
+        **{**logit_options(model, config, kinds), **options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
     for policy in policies:
-        alone = dataclasses.replace(made, policies=[policy]).resolved()
-        refuse_rehearsed(alone, policy)
-        _refuse_scores(alone, policy)
+        made.make_room_for(policy, longest(config))
+        refuse_rehearsed(made, policy)
+        _refuse_scores(made, policy)
+    made.cpu_sequences = made.cpu_sequences and sequences
+    made.cluster_sequences = made.cluster_sequences and sequences
     choose_near(made, options.get("near_bytes"), longest(config))
     return made
 

@@ -231,7 +231,8 @@ TEST_CASE("policies that are named have room in the engine", "[capi][options]") 
   options.policy_count = std::size(policies);
   auto resolved = options;
   require_ok(sluice_engine_options_resolve(&resolved));
-  CHECK(resolved.largest_features == (SLUICE_BUCKET_TOP_K | SLUICE_BUCKET_PAGES | SLUICE_BUCKET_AUDIT));
+  CHECK(resolved.largest_features == (SLUICE_BUCKET_TOP_K | SLUICE_BUCKET_UNBOUNDED | SLUICE_BUCKET_PAGES |
+                                      SLUICE_BUCKET_AUDIT));  // lfps has a dense layer.
   CHECK(resolved.cpu_sequences == 2);
   CHECK(resolved.cluster_sequences == 0);
   CHECK(resolved.policies == policies);
