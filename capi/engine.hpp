@@ -1,6 +1,8 @@
 #pragma once
 
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "capi/guard.hpp"
 #include "capi/tensor.hpp"
@@ -9,13 +11,22 @@
 
 /// What callers of C hold.
 struct sluice_engine {
-  sluice_engine(const sluice::EngineOptions& options, std::shared_ptr<sluice::Device> device,
-                const sluice::capi::Place& where, std::uint64_t most_device_bytes)
-      : engine(options, std::move(device)), place(where), device_bytes(most_device_bytes) {}
+  /// `of_policies`: as the caller wrote them.
+  sluice_engine(const sluice::EngineOptions& options, std::vector<std::string> of_policies,
+                std::shared_ptr<sluice::Device> device, const sluice::capi::Place& where,
+                std::uint64_t most_device_bytes)
+      : engine(options, std::move(device)),
+        place(where),
+        device_bytes(most_device_bytes),
+        texts(std::move(of_policies)) {
+    for (const std::string& text : texts) policies.push_back(text.c_str());
+  }
 
   sluice::Engine engine;
   sluice::capi::Place place;
   std::uint64_t device_bytes;
+  std::vector<std::string> texts;     ///< of its policies
+  std::vector<const char*> policies;  ///< the same, as C reads them
 };
 
 namespace sluice::capi {

@@ -1,6 +1,9 @@
 // Engines come and go.
 #include <exception>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "capi/engine.hpp"
 #include "capi/options.hpp"
@@ -29,7 +32,9 @@ std::shared_ptr<Device> device_of(const sluice_engine_options& options, const Pl
 
 std::unique_ptr<sluice_engine> create(const sluice_engine_options& options, const Place& place) {
   const EngineOptions chosen = to_engine(options);
-  return std::make_unique<sluice_engine>(chosen, device_of(options, place), place, options.device_bytes);
+  std::vector<std::string> policies(options.policies, options.policies + options.policy_count);
+  return std::make_unique<sluice_engine>(chosen, std::move(policies), device_of(options, place), place,
+                                         options.device_bytes);
 }
 
 /// Runs `call` on a thread of its own and passes on what it throws. The CUDA device that is current belongs to a
@@ -128,12 +133,20 @@ sluice_status sluice_engine_unpin_caller(sluice_engine* engine) {
   return capi::guarded([&] { capi::engine_of(engine).unpin_caller(); });
 }
 
+sluice_status sluice_engine_get_sizes(const sluice_engine* engine, sluice_engine_sizes* sizes) {
+  return capi::guarded([&] {
+    capi::write_sized(capi::from_sizes(capi::engine_of(engine).sizes()), sizes, "sluice_engine_sizes");
+  });
+}
+
 sluice_status sluice_engine_get_options(const sluice_engine* engine, sluice_engine_options* options) {
   return capi::guarded([&] {
     sluice_engine_options out = capi::from_engine(capi::engine_of(engine).options());
     out.device_type = engine->place.device_type;
     out.device_id = engine->place.device_id;
     out.device_bytes = engine->device_bytes;
+    out.policy_count = engine->policies.size();
+    out.policies = engine->policies.empty() ? nullptr : engine->policies.data();
     capi::write_sized(out, options, "sluice_engine_options");
   });
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 
 #include "sluice/page_rules.hpp"
 
@@ -11,8 +12,9 @@ namespace sluice::capi {
 namespace {
 
 constexpr const char* kName = "sluice_engine_options";
-static_assert(SLUICE_DENSE_AUTO == sluice::kDenseAuto && SLUICE_FETCH_AUTO == sluice::kFetchAuto);
-static_assert(offsetof(sluice_engine_options, value_dim) + sizeof(std::uint64_t) == sizeof(sluice_engine_options));
+static_assert(SLUICE_DENSE_AUTO == sluice::kDenseAuto && SLUICE_FETCH_AUTO == sluice::kFetchAuto &&
+              SLUICE_ALL_SEQUENCES == sluice::kAllSequences);
+static_assert(offsetof(sluice_engine_options, policies) + sizeof(const char*) == sizeof(sluice_engine_options));
 static_assert(SLUICE_F32 == static_cast<int>(DType::f32) && SLUICE_BF16 == static_cast<int>(DType::bf16) &&
               SLUICE_FP8_E4M3 == static_cast<int>(DType::fp8_e4m3));
 
@@ -123,9 +125,9 @@ AttentionShape shape_of(const sluice_engine_options& options) noexcept {
 }
 
 /// An array is not read before its count is one that can be: behind its end lies memory of others.
-void require_count(const char* field, std::uint32_t count, std::uint64_t most, const char* what) {
+void require_count(const char* field, std::uint64_t count, std::uint64_t most, const char* what) {
   if (count > most)
-    refuse(field, count,
+    refuse(field, static_cast<std::int64_t>(count),
            ("at most " + std::to_string(most) + what + ": begin with sluice_engine_options_init").c_str());
 }
 
@@ -147,16 +149,49 @@ std::vector<std::uint32_t> windows_of(const sluice_engine_options& options) {
   return {options.windows, options.windows + options.window_count};
 }
 
+std::vector<PolicySpec> policies_of(const sluice_engine_options& options) {
+  if (options.policy_count == 0) return {};
+  constexpr std::uint64_t kMostPolicies = 1024;
+  require_count("policy_count", options.policy_count, kMostPolicies, "");
+  require_pointer(options.policies, "sluice_engine_options.policies, of which policy_count says there are some,");
+  std::vector<PolicySpec> policies;
+  for (std::uint64_t i = 0; i < options.policy_count; ++i) {
+    require_pointer(options.policies[i], ("sluice_engine_options.policies[" + std::to_string(i) + "]").c_str());
+    policies.push_back(parse_policy(options.policies[i]));
+  }
+  return policies;
+}
+
+/// What a caller gave, with what has become of it; without policies.
+sluice_engine_options changed(const sluice_engine_options& given, const EngineOptions& to) {
+  sluice_engine_options out = from_engine(to);
+  out.device_type = given.device_type;
+  out.device_id = given.device_id;
+  out.device_bytes = given.device_bytes;
+  out.cores = given.cores;
+  out.windows = given.windows;
+  return out;
+}
+
+/// sluice::default_policies(), by their names.
+constexpr const char* kPolicies[] = {"sluice", "full"};
+
 }  // namespace
 
 sluice_engine_options default_options() {
   sluice_engine_options options = from_engine(EngineOptions{});
   options.device_type = SLUICE_DEVICE_CPU;
+  options.policy_count = std::size(kPolicies);
+  options.policies = kPolicies;
   return options;
 }
 
 sluice_engine_options read_options(const sluice_engine_options* options) {
-  return read_sized(options, kName, default_options());
+  sluice_engine_options defaults = default_options();
+  // Who does not know the field has said all of it by other options.
+  defaults.policy_count = 0;
+  defaults.policies = nullptr;
+  return read_sized(options, kName, defaults);
 }
 
 EngineOptions to_engine(const sluice_engine_options& options) {
@@ -176,6 +211,7 @@ EngineOptions to_engine(const sluice_engine_options& options) {
           .fetch_share = options.fetch_share,
           .fetch_lists = narrowed(options.fetch_lists),
           .dense_tokens = options.dense_tokens,
+          .policies = policies_of(options),
           .largest = largest_of(options),
           .in_flight = options.in_flight,
           .sequences = options.sequences,
@@ -264,6 +300,18 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   return out;
 }
 
+sluice_engine_sizes from_sizes(const EngineSizes& sizes) noexcept {
+  return {.struct_size = sizeof(sluice_engine_sizes),
+          .prompt_queries = sizes.prompt_queries,
+          .max_picks = sizes.max_picks,
+          .digests = digests_of(sizes.digests),
+          .max_ranked = sizes.max_ranked,
+          .max_window = sizes.max_window,
+          .max_clusters = sizes.max_clusters,
+          .code_bits = sizes.code_bits,
+          .forecasts = sizes.forecasts ? 1u : 0u};
+}
+
 std::uint32_t features_of(const Bucket& bucket) noexcept {
   std::uint32_t features = 0;
   for (const Feature& feature : kFeatures) features |= bucket.*feature.field ? feature.bit : 0;
@@ -299,12 +347,16 @@ sluice_status sluice_engine_options_make_room_for(sluice_engine_options* options
     capi::require_pointer(policy, "policy");
     EngineOptions raised = capi::to_engine(given);
     make_room_for(parse_policy(policy), tokens, raised);
-    sluice_engine_options out = capi::from_engine(raised);
-    out.device_type = given.device_type;
-    out.device_id = given.device_id;
-    out.device_bytes = given.device_bytes;
-    out.cores = given.cores;
-    out.windows = given.windows;
+    capi::write_sized(capi::changed(given, raised), options, capi::kName);
+  });
+}
+
+sluice_status sluice_engine_options_resolve(sluice_engine_options* options) {
+  return capi::guarded([&] {
+    const sluice_engine_options given = capi::read_options(options);
+    sluice_engine_options out = capi::changed(given, resolved(capi::to_engine(given)));
+    out.policy_count = given.policy_count;
+    out.policies = given.policies;
     capi::write_sized(out, options, capi::kName);
   });
 }

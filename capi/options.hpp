@@ -15,8 +15,11 @@ namespace sluice::capi {
 /// @throws Error{Errc::invalid_argument} naming the field that has no such value; ranges are the engine's to check.
 [[nodiscard]] EngineOptions to_engine(const sluice_engine_options& options);
 
-/// The result's cores and windows lie where those of `options` do. Nothing of the device: EngineOptions have none.
+/// The result's cores and windows lie where those of `options` do. Nothing of the device: EngineOptions have none. Nor
+/// policies, whose texts are the caller's to keep.
 [[nodiscard]] sluice_engine_options from_engine(const EngineOptions& options);
+
+[[nodiscard]] sluice_engine_sizes from_sizes(const EngineSizes& sizes) noexcept;
 
 [[nodiscard]] std::uint32_t features_of(const Bucket& bucket) noexcept;
 /// @throws Error{Errc::invalid_argument} if there are others than sluice.h has.

@@ -126,8 +126,8 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  /// @throws Error{Errc::unsupported} naming what the policy wants; Error{Errc::out_of_capacity} if as many live as
-  /// may, or policy_bytes are spent.
+  /// @throws Error{Errc::unsupported} naming what the policy wants, and there is no room for: name it in
+  /// EngineOptions::policies; Error{Errc::out_of_capacity} if as many live as may, or policy_bytes are spent.
   [[nodiscard]] SequenceId begin(const PolicySpec& policy);
   /// A new sequence that begins with what is known of a prompt: it has the first tokens(sequence) tokens of it, whole
   /// pages, in blocks that it shares; the others are to come as they would without. All of `prompt` is named, see
@@ -314,7 +314,10 @@ class Engine {
   /// The calling thread may run where it could before `pin_caller`; nothing if it has not called that. To be called by
   /// each thread that has, before the engine goes; of several engines in the reverse order.
   void unpin_caller() noexcept;
+  /// As it was built with, and what the device made of it: max_tokens of the largest bucket are those that there is
+  /// room for, its features those that `policies` want, too, and no option is left to the engine.
   [[nodiscard]] const EngineOptions& options() const noexcept;
+  [[nodiscard]] const EngineSizes& sizes() const noexcept;
   /// Whether `attend` may be called for a stream that is captured: the device has graphs, and the wait for the CPU's
   /// part of a layer can be captured, see Handover.
   [[nodiscard]] bool captures() const noexcept;

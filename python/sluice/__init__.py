@@ -2,12 +2,12 @@
 
     options = sluice.EngineOptions(layers=2, q_heads=8, kv_heads=2, head_dim=64,
                                    largest=sluice.Bucket(decode_rows=1, prefill_rows=256, prefills=1))
-    options.make_room_for("sluice", tokens=4096)
     with sluice.Engine(options) as engine:
         sequence = engine.begin("sluice")
-        forward = engine.plan([sluice.PlanItem(sequence, tokens=256, prefill=True)], options.largest)
+        bucket = engine.options.largest
+        forward = engine.plan([sluice.PlanItem(sequence, tokens=256, prefill=True)], bucket)
         for layer in range(options.layers):
-            engine.attend(options.largest, layer, q, k, v, out)  # numpy arrays or torch tensors
+            engine.attend(bucket, layer, q, k, v, out)  # numpy arrays or torch tensors
         engine.finish(forward)
 
 Errors are subclasses of `sluice.Error`; their text names cause and remedy. The library is loaded when it is needed
@@ -20,14 +20,14 @@ from sluice.admission import Admission, AdmissionOptions, Changes, TurnItem
 from sluice.engine import Engine
 from sluice.errors import (Corrupt, DeviceError, Error, InternalError, InvalidArgument, NotFound, OutOfCapacity,
                            ReadWriteError, Timeout, Unsupported)
-from sluice.figures import AdmissionUse, Audit, HeadAudit, Memory, SequenceMemory, Stats
-from sluice.options import DENSE_AUTO, FETCH_AUTO, Bucket, EngineOptions, Features, PlanItem
+from sluice.figures import AdmissionUse, Audit, HeadAudit, Memory, SequenceMemory, Sizes, Stats
+from sluice.options import ALL_SEQUENCES, DENSE_AUTO, FETCH_AUTO, Bucket, EngineOptions, Features, PlanItem
 
 __all__ = [
-    "Admission", "AdmissionOptions", "AdmissionUse", "Audit", "BFloat16", "Bucket", "Changes", "Corrupt", "DENSE_AUTO",
-    "DeviceError", "Engine", "EngineOptions", "Error", "FETCH_AUTO", "Features", "HeadAudit", "InternalError", "InvalidArgument",
-    "Memory", "NotFound", "OutOfCapacity", "PlanItem", "ReadWriteError", "SequenceMemory", "Stats", "Timeout",
-    "TurnItem", "Unsupported", "bf16", "cuda_devices", "version",
+    "ALL_SEQUENCES", "Admission", "AdmissionOptions", "AdmissionUse", "Audit", "BFloat16", "Bucket", "Changes",
+    "Corrupt", "DENSE_AUTO", "DeviceError", "Engine", "EngineOptions", "Error", "FETCH_AUTO", "Features", "HeadAudit",
+    "InternalError", "InvalidArgument", "Memory", "NotFound", "OutOfCapacity", "PlanItem", "ReadWriteError",
+    "SequenceMemory", "Sizes", "Stats", "Timeout", "TurnItem", "Unsupported", "bf16", "cuda_devices", "version",
 ]
 
 

@@ -25,10 +25,12 @@ _LIST = (_OUT_U64, POINTER(c_size_t))
 _STATUS = {
     "engine_options_init": (POINTER(structs.EngineOptions), c_size_t),
     "engine_options_make_room_for": (POINTER(structs.EngineOptions), c_char_p, c_uint32),
+    "engine_options_resolve": (POINTER(structs.EngineOptions),),
     "engine_options_memory_needed": (POINTER(structs.EngineOptions), POINTER(structs.Memory)),
     "engine_options_near_within": (POINTER(structs.EngineOptions), c_uint64, POINTER(c_uint64)),
     "engine_create": (POINTER(structs.EngineOptions), POINTER(c_void_p)),
     "engine_get_options": (c_void_p, POINTER(structs.EngineOptions)),
+    "engine_get_sizes": (c_void_p, POINTER(structs.EngineSizes)),
     "engine_begin": (c_void_p, c_char_p, _OUT_U64),
     "engine_begin_prompt": (c_void_p, c_char_p, *_IDS, c_uint64, _OUT_U64),
     "engine_match_prefix": (c_void_p, c_char_p, *_IDS, c_uint64, _OUT_U32),

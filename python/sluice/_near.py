@@ -38,7 +38,7 @@ def default_near_bytes(options: EngineOptions, tokens: int, own_bytes: int, memo
     """Device memory for near keys and values of all sequences together: a share of the tokens that host_bytes hold, but
     no more than sequences of `tokens` tokens have, and half of what is free beside a reserve and the engine's
     `own_bytes`. Whole pages of all layers and KV heads, none if there is no room. `options` are complete, as
-    make_room_for leaves them."""
+    `resolved` has them."""
     planes = options.layers * options.kv_heads
     page_rows = options.page_tokens * planes
     kind = options.kv_dtype
@@ -63,7 +63,7 @@ def settle_near(options: EngineOptions, given: int | None, tokens: int, memory: 
     options.near_bytes = given or 0
     needed = options.memory_needed()
     if given is None:
-        wanted = default_near_bytes(options, tokens, needed.device, memory, share)
+        wanted = default_near_bytes(options.resolved(), tokens, needed.device, memory, share)
         # Of sequences that are very long, a GPU cannot attend as many tokens near.
         for options.near_bytes in (wanted, wanted // 4, wanted // 16, wanted // 64, 0):
             with contextlib.suppress(Unsupported):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_double, c_float, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 """Of the header that these structs mirror."""
 
 DEVICE_CPU, DEVICE_CUDA, DEVICE_CUDA_HOST = 1, 2, 3
@@ -103,6 +103,16 @@ class EngineOptions(Sized):
         ("code_bits", c_uint64),
         ("fetch_lists", c_uint64),
         ("value_dim", c_uint64),
+        ("policy_count", c_uint64),
+        ("policies", ctypes.POINTER(c_char_p)),
+    ]
+
+
+class EngineSizes(Sized):
+    _fields_ = [
+        (name, c_uint32)
+        for name in ("struct_size", "prompt_queries", "max_picks", "digests", "max_ranked", "max_window",
+                     "max_clusters", "code_bits", "forecasts")
     ]
 
 

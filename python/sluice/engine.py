@@ -16,7 +16,7 @@ from sluice._closing import Closing
 from sluice._library import OWNER, library
 from sluice._tensors import Argument
 from sluice.errors import DeviceError, InvalidArgument
-from sluice.figures import Audit, HeadAudit, Memory, SequenceMemory, Stats
+from sluice.figures import Audit, HeadAudit, Memory, SequenceMemory, Sizes, Stats
 from sluice.options import Bucket, EngineOptions, PlanItem, _unsigned, policy_text
 
 
@@ -46,6 +46,11 @@ class Engine(Closing):
         lib.check(lib.engine_get_options(handle, byref(made)))
         self.options: EngineOptions = EngineOptions._from_struct(made)
         """As the engine was created with, defaults filled in, max_tokens being what there is room for."""
+
+        sizes = structs.EngineSizes()
+        lib.check(lib.engine_get_sizes(handle, byref(sizes)))
+        self.sizes: Sizes = figures.read(Sizes, sizes)
+        """What it has room for, of what policies want."""
 
         cuda = made.device_type == structs.DEVICE_CUDA
         # On the host attend is the computation itself, long enough for others to run.

@@ -9,6 +9,20 @@ from typing import TypeVar
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """What an engine has room for, of what policies want beside the features of its largest bucket."""
+
+    prompt_queries: int  #: of a prompt's newest tokens, for each of cpu_sequences
+    max_picks: int  #: tokens that a query head may choose on the device
+    digests: int  #: of full pages: none, of boxes, or of cuboids with means (0, 1, 2)
+    max_ranked: int  #: pages that a query head may choose
+    max_window: int  #: sinks and recent tokens of a policy, together
+    max_clusters: int  #: of a KV head, for each of cluster_sequences
+    code_bits: int  #: of a channel of the copies of keys; 0: there are none
+    forecasts: int  #: 1: what histories propose lies ready for the device
+
+
+@dataclass(frozen=True)
 class Stats:
     """What an engine has done so far."""
 

@@ -93,7 +93,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 DENSE_AUTO = 0xFFFF_FFFF
 #: `EngineOptions.fetch_share`: by the rates of link and threads, in forwards with many lists
 FETCH_AUTO = -1.0
-_APART = ("device", "largest", "cores", "windows")  # not a number each
+#: `EngineOptions.cpu_sequences` and `.cluster_sequences`: as many as live at once
+ALL_SEQUENCES = 0xFFFF_FFFF
+_APART = ("device", "largest", "cores", "windows", "policies")  # not a number each
 _SWITCHES = ("prefix_decoded", "prefill_lines", "pin_threads", "forecasts")
 
 
@@ -122,17 +124,20 @@ class EngineOptions:
     dense_tokens: int | None = None  #: up to which a sequence attends everything; DENSE_AUTO: as the engine finds best
     prefix_decoded: bool | None = None  #: tokens that were decoded are found as parts of prompts, too
     prefix_bytes: int | None = None  #: of host_bytes, for pages of named tokens that no sequence has
-    largest: Bucket | None = None  #: of all buckets; where it has no features, `make_room_for` adds what is needed
+    policies: Sequence[str] | None = None  #: that sequences will be begun with, for which the engine has room: "sluice"
+    #: and "full" if None; others are served as far as they want no more
+    largest: Bucket | None = None  #: of all buckets; `policies` add the features that they want
     in_flight: int | None = None  #: forwards that are planned and not finished
     sequences: int | None = None  #: that live at once
-    cpu_sequences: int | None = None  #: of them, those whose policies choose on the CPU
+    cpu_sequences: int | None = None  #: of them, at most, those whose policies choose on the CPU; if None, or
+    #: ALL_SEQUENCES, all of them if one of `policies` does
     forecasts: bool | None = None  #: what their histories propose lies ready for a GPU, which chooses of it
     policy_bytes: int | None = None  #: most that these policies may keep on the heap; 0: no bound
     prompt_queries: int | None = None  #: of a prompt's newest tokens, for these policies
     max_picks: int | None = None  #: tokens that a query head may choose on the device
     digests: Literal["none", "box", "cuboid_mean"] | None = None  #: of full pages
     max_ranked: int | None = None  #: pages that a query head may choose
-    code_bits: int | None = None  #: of a channel of keys' copies, 4 or 3; 0: what the policies of `make_room_for` want
+    code_bits: int | None = None  #: of a channel of keys' copies, 4 or 3; 0: what `policies` want
     max_window: int | None = None  #: sinks and recent tokens of a policy, together
     import_rows: int | None = None  #: tokens of one import
     prefill_window: int | None = None  #: tokens of keys that a chunk of a prompt attends at a time
@@ -151,13 +156,22 @@ class EngineOptions:
     scale: float | None = None  #: what q.k is multiplied by; 0: 1 / sqrt(head_dim)
     softcap: float | None = None  #: a scaled logit x becomes softcap * tanh(x / softcap); 0: it stays
     windows: Sequence[int] | None = None  #: per layer, newest tokens that a row sees, its own included; 0: all
-    cluster_sequences: int | None = None  #: whose policies choose among clusters of keys on the device
+    cluster_sequences: int | None = None  #: likewise, those whose policies choose among clusters of keys on the device
     max_clusters: int | None = None  #: of a KV head of such a sequence
     window_slack: int | None = None  #: tokens that layers keep beyond their windows: as many can be taken back
 
+    def resolved(self) -> EngineOptions:
+        """The same as an engine has them that is made with them, whatever its device is: defaults filled in, features
+        that `policies` want, cpu_sequences and cluster_sequences, and as many max_tokens as host_bytes hold.
+        @throws InvalidArgument naming the option; Unsupported naming the policy"""
+        struct, lib = self._to_struct(), library()
+        lib.check(lib.engine_options_resolve(ctypes.byref(struct)))
+        return EngineOptions._from_struct(struct)
+
     def make_room_for(self, policy: str, tokens: int) -> None:
         """Raises what a sequence of this policy needs that grows to `tokens` tokens, memory apart; lowers nothing.
-        Fills in the defaults, so set `page_tokens` before."""
+        Fills in the defaults, so set `page_tokens` before. `policies`, which do the same when the engine is made,
+        become none."""
         struct = self._to_struct()
         lib = library()
         lib.check(lib.engine_options_make_room_for(ctypes.byref(struct), policy_text(policy),
@@ -195,6 +209,9 @@ class EngineOptions:
             struct.core_count, struct.cores = _numbers("cores", self.cores)
         if self.windows is not None:
             struct.window_count, struct.windows = _numbers("windows", self.windows)
+        if self.policies is not None:
+            texts = _texts("policies", self.policies)
+            struct.policy_count, struct.policies = len(texts), (ctypes.c_char_p * len(texts))(*texts)
         kinds = dict(structs.EngineOptions._fields_)
         for name, value in self.__dict__.items():
             if name in _CHOICES and value is not None:
@@ -220,7 +237,8 @@ class EngineOptions:
         largest["features"] = Features(largest["features"])
         values["device"] = "cpu" if struct.device_type == structs.DEVICE_CPU else f"cuda:{struct.device_id}"
         return EngineOptions(largest=Bucket(**largest), cores=struct.cores[: struct.core_count] or None,
-                             windows=struct.windows[: struct.window_count] or None, **values)
+                             windows=struct.windows[: struct.window_count] or None,
+                             policies=[text.decode() for text in struct.policies[: struct.policy_count]], **values)
 
 
 def policy_text(policy: str) -> bytes:
@@ -246,6 +264,12 @@ def _choice(name: str, word: str) -> int:
     if word not in _CHOICES[name]:
         raise InvalidArgument(f'{name} is "{word}"; it must be one of ' + ", ".join(_CHOICES[name]))
     return _CHOICES[name].index(word)
+
+
+def _texts(name: str, policies: Sequence[str]) -> list[bytes]:
+    if isinstance(policies, str) or not isinstance(policies, Sequence):
+        raise InvalidArgument(f'{name} is {policies!r}; it must be a list of texts, such as ["sluice", "full"]')
+    return [policy_text(policy) for policy in policies]
 
 
 def _numbers(name: str, values: Sequence[int]) -> tuple[int, ctypes.Array]:

@@ -62,8 +62,10 @@ def test_far_budget(make: Make) -> None:
 
 
 def test_unsupported(make: Make) -> None:
-    with pytest.raises(sluice.Unsupported, match="engine cannot serve"):
+    with pytest.raises(sluice.Unsupported, match="no room for this policy.*; name the policy in EngineOptions.policies"):
         make().begin("pages | int4 | near=0")
+    with pytest.raises(sluice.Unsupported, match="engine cannot serve this policy.*near=0"):
+        make().begin("lfps | near=5%")
     if sluice.cuda_devices() == 0:
         with pytest.raises(sluice.Unsupported, match="CUDA"):
             make(device="cuda:3")
@@ -184,7 +186,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 def test_doctor() -> None:
     said = python("-m", "sluice", "doctor")
     assert said.returncode == 0, said.stderr
-    assert f"sluice        {sluice.version()}\nABI           7, this package needs 7\nlibrary       /" in said.stdout
+    assert f"sluice        {sluice.version()}\nABI           8, this package needs 8\nlibrary       /" in said.stdout
     assert Path(said.stdout.split("library")[1].split()[0]).exists()
 
 

@@ -17,6 +17,7 @@ HEADER = Path(__file__).parents[2] / "include" / "sluice.h"
 MIRRORED = {
     "sluice_tensor": structs.Tensor,
     "sluice_engine_options": structs.EngineOptions,
+    "sluice_engine_sizes": structs.EngineSizes,
     "sluice_bucket": structs.Bucket,
     "sluice_attend_args": structs.AttendArgs,
     "sluice_plan_item": structs.PlanItem,
@@ -113,7 +114,7 @@ def test_every_function_of_the_header_is_there() -> None:
     assert declared - here == {"status_name", "engine_attend_rehearsed"}
 
 
-@pytest.mark.parametrize(("kind", "struct"), [(sluice.Stats, structs.Stats), (sluice.Memory, structs.Memory),
+@pytest.mark.parametrize(("kind", "struct"), [(sluice.Stats, structs.Stats), (sluice.Sizes, structs.EngineSizes), (sluice.Memory, structs.Memory),
                                               (sluice.Audit, structs.Audit), (sluice.HeadAudit, structs.HeadAudit),
                                               (sluice.AdmissionUse, structs.AdmissionUse)])
 def test_figures_have_all_fields(kind: type, struct: type[ctypes.Structure]) -> None:
@@ -123,8 +124,8 @@ def test_figures_have_all_fields(kind: type, struct: type[ctypes.Structure]) -> 
 
 def test_options_have_all_fields() -> None:
     have = {field.name for field in dataclasses.fields(sluice.EngineOptions)}
-    have -= {"device", "largest", "cores", "windows"}
+    have -= {"device", "largest", "cores", "windows", "policies"}
     largest = {f"largest_{field.name}" for field in dataclasses.fields(sluice.Bucket)}
     apart = largest | {"struct_size", "device_type", "device_id", "core_count", "cores", "window_count", "windows",
-                       "reserved"}
+                       "policy_count", "policies", "reserved"}
     assert have == {name for name, _ in structs.EngineOptions._fields_} - apart

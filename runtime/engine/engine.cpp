@@ -11,6 +11,7 @@
 #include "runtime/engine/parking.hpp"
 #include "scheduler/plan/dense_advice.hpp"
 #include "scheduler/plan/fetch_advice.hpp"
+#include "scheduler/plan/forward_rows.hpp"
 
 namespace sluice {
 namespace {
@@ -94,14 +95,19 @@ void settle_fetching(EngineOptions& options, const Device& device, const cpu::To
   if (options.fetch_share != 0.f) options.fetch_lists = std::max(options.fetch_lists, scheduler::kFetchLists);
 }
 
-/// What the device has no kernels for, automatic prompts do without; and who waits is as suits it. `embedded`: it is
-/// the engine's own host device, which would have the same cores read all keys to choose of a few.
-const EngineOptions& settled(EngineOptions& options, const Device& on, const ForwardVerbs& verbs,
-                             const cpu::Topology& topology, bool embedded) {
+/// What the options say of sizes they say as these have come out. `embedded`: the device is the engine's own host
+/// device, which would have the same cores read all keys to choose of a few.
+void settle_sizes(EngineOptions& options, bool embedded) {
+  options.forecasts = options.forecasts && !embedded;
+  options.code_bits = runtime::sizes_of(options).code_bits;
+}
+
+/// What the device has no kernels for, automatic prompts do without; and who waits is as suits it.
+EngineSizes settled(EngineOptions& options, const Device& on, const ForwardVerbs& verbs, const cpu::Topology& topology,
+                    bool embedded) {
   const DeviceInfo& device = on.info();
   settle_fetching(options, on, topology);
-  options.forecasts = options.forecasts && !embedded;
-  options.code_bits = runtime::code_bits_of(options);
+  settle_sizes(options, embedded);
   if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options, on);
   if (runtime::prefill_of(options.prefill).flex.flattened && device.own_processor)
     throw Error(Errc::unsupported,
@@ -113,29 +119,28 @@ const EngineOptions& settled(EngineOptions& options, const Device& on, const For
   if (options.handover == Handover::stream && !device.stream_waits)
     throw Error(Errc::unsupported, "handover is stream, and streams of device '" + device.name +
                                        "' cannot wait for a word of memory by themselves; use device or host");
-  return options;
+  return runtime::sizes_of(options);
 }
 
 /// The same for the embedded host device, without building one: it can do all that options may ask for.
-const EngineOptions& settled_on_host(EngineOptions& options) {
-  options.forecasts = false;
+EngineSizes settled_on_host(EngineOptions& options) {
+  settle_sizes(options, true);
   if (options.fetch_share == kFetchAuto) options.fetch_share = 0.f;
-  options.code_bits = runtime::code_bits_of(options);
   if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options);
   if (options.handover == Handover::automatic) options.handover = cpu::HostDeviceOptions{}.handover;
-  return options;
+  return runtime::sizes_of(options);
 }
 
 }  // namespace
 
 Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
-    : options((runtime::validate(chosen), chosen)),
+    : options(runtime::with_policies(chosen)),
       topology(cpu::chosen_cores({}, options.cores, given ? given->info() : DeviceInfo{})),
       embedded(given ? nullptr : embedded_workers(options, topology)),
       device(device_or_host(std::move(given), embedded)),
       verbs(verbs_of(*device)),
-      memory(settled(options, *device, verbs, topology, embedded != nullptr), *device, verbs, topology,
-             node_of(topology, *device)),
+      sizes(settled(options, *device, verbs, topology, embedded != nullptr)),
+      memory(options, sizes, *device, verbs, topology, node_of(topology, *device)),
       side(verbs.make_side()),
       choice(memory.largest(), cpu::fastest_kernels(), options.answer_timeout),
       far_notes(memory.largest()),
@@ -147,7 +152,6 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
                    : nullptr),
       far(memory.largest(), choice, far_notes, far_options(options, device->info().own_processor),
           share_of(options, topology, node_of(topology, *device))) {
-  options.largest = memory.largest().largest;  // As long as there is room for.
   copies.reserve(memory.copies());
   for (std::uint32_t i = options.sequences; i > 0; --i) free_lists.push_back(i - 1);
   for (std::uint32_t i = options.cpu_sequences; i > 0; --i) free_tails.push_back(i - 1);
@@ -201,19 +205,34 @@ Engine::~Engine() {
 
 EngineMemoryUse memory_needed(const EngineOptions& options, Device* device) {
   return translated([&] {
-    runtime::validate(options);
-    EngineOptions chosen = options;
-    if (device == nullptr) return runtime::EngineMemory::needed(settled_on_host(chosen), nullptr);
+    EngineOptions chosen = runtime::with_policies(options);
+    if (device == nullptr) {
+      const EngineSizes sizes = settled_on_host(chosen);
+      return runtime::EngineMemory::needed(chosen, sizes, nullptr);
+    }
     const ForwardVerbs& verbs = verbs_of(*device);
     const cpu::Topology topology = cpu::chosen_cores({}, options.cores, device->info());
-    return runtime::EngineMemory::needed(settled(chosen, *device, verbs, topology, false), &verbs);
+    const EngineSizes sizes = settled(chosen, *device, verbs, topology, false);
+    return runtime::EngineMemory::needed(chosen, sizes, &verbs);
   });
+}
+
+EngineOptions resolved(const EngineOptions& options) {
+  return translated([&] { return runtime::with_policies(options); });
 }
 
 void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options) {
   translated([&] {
     EngineOptions raised = options;
+    raised.policies.clear();
     runtime::make_room(policy, tokens, raised);
+    const bool on_cpu = scheduler::chooser(policy) == scheduler::Chooser::cpu;
+    for (const auto& [wants, sequences] :
+         {std::pair(on_cpu, &EngineOptions::cpu_sequences),
+          std::pair(scheduler::clusters_on_device(policy), &EngineOptions::cluster_sequences)}) {
+      if (raised.*sequences == kAllSequences) raised.*sequences = 0;
+      if (wants) raised.*sequences = std::max(raised.*sequences, 1u);
+    }
     options = std::move(raised);
   });
 }
@@ -325,6 +344,7 @@ void Engine::pin_caller() {
 void Engine::unpin_caller() noexcept { impl_->pins.unpin(impl_->topology); }
 
 const EngineOptions& Engine::options() const noexcept { return impl_->options; }
+const EngineSizes& Engine::sizes() const noexcept { return impl_->sizes; }
 
 bool Engine::captures() const noexcept { return impl_->captures(); }
 

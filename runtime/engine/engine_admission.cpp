@@ -37,7 +37,7 @@ void Engine::Impl::require_policy_room(std::uint64_t more) const {
 bool Engine::Impl::admits(std::uint32_t tokens, const PolicySpec& policy) const noexcept {
   try {
     sluice::validate(policy);
-    runtime::require_served(policy, options);
+    require_served(policy);
   } catch (...) {
     return false;  // Memory for the reason may be short, too.
   }
@@ -70,7 +70,7 @@ SequenceMemoryUse Engine::Impl::use_of(const Sequence& sequence) {
   }
   const AttentionShape& shape = options.shape;
   if (sequence.tail.slot != kNone)
-    use.tail = std::uint64_t{options.prompt_queries} * shape.layers * shape.q_heads * shape.head_dim * sizeof(float);
+    use.tail = std::uint64_t{sizes.prompt_queries} * shape.layers * shape.q_heads * shape.head_dim * sizeof(float);
   return use;
 }
 

@@ -28,8 +28,8 @@ void Engine::Impl::begin_look(Sequence& sequence) {
   const std::uint32_t queries = tail.end == sequence.planned && tail.begin < tail.end ? tail.end - tail.begin : 0;
   const runtime::SequencePolicy::Prompt prompt{.tokens = sequence.planned,
                                                .queries = std::min(queries, scheduler::prompt_queries(sequence.spec)),
-                                               .tail = tail.slot * options.prompt_queries,
-                                               .room = options.prompt_queries};
+                                               .tail = tail.slot * sizes.prompt_queries,
+                                               .room = sizes.prompt_queries};
   auto policy = std::make_shared<runtime::SequencePolicy>(sequence.spec, memory.largest(), sequence.pages().blocks());
   auto job =
       begin_job(memory.largest().layer_heads(), [policy, prompt](std::uint32_t head) { policy->look(prompt, head); });

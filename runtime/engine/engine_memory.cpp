@@ -15,20 +15,6 @@
 namespace sluice::runtime {
 namespace {
 
-Bucket largest_of(const EngineOptions& options, const scheduler::LayerStacks& stacks, const PageLayout& layout,
-                  std::uint32_t blocks) {
-  Bucket bucket = options.largest;
-  const std::uint64_t pages = stacks.pages_in(blocks);
-  std::uint64_t tokens = bucket.max_tokens;
-  // Where all layers have windows memory is no bound; unless one is named, it is as if everything were kept.
-  if (tokens == 0 || pages != ~std::uint64_t{0}) {
-    const std::uint64_t longest = std::min<std::uint64_t>(pages, blocks) * layout.page_tokens;
-    tokens = tokens == 0 ? longest : std::min(tokens, longest);
-  }
-  bucket.max_tokens = static_cast<std::uint32_t>(div_up(tokens, layout.page_tokens)) * layout.page_tokens;
-  return bucket;
-}
-
 std::uint64_t block_bytes_of(const ForwardMemory& memory) { return memory.far_layout.page_bytes() * memory.planes(); }
 /// As many near pages, one of each plane.
 std::uint64_t near_bytes_of(const ForwardMemory& memory, std::uint64_t pages) {
@@ -46,23 +32,23 @@ void describe_windows(ForwardMemory& memory, const EngineOptions& options) {
 }
 
 /// Who reads what is far, and what policies that choose on the CPU need for it.
-void describe_far(ForwardMemory& memory, const EngineOptions& options) {
+void describe_far(ForwardMemory& memory, const EngineOptions& options, const EngineSizes& sizes) {
   const bool streams = options.placement == PlacementMode::stream;
   memory.fetch_share = streams ? kWholeFetchShare : fetch_share_of(std::max(0.f, options.fetch_share));
   memory.fetch_lists = streams ? 0 : options.fetch_lists;
-  memory.tail_rows = options.cpu_sequences * options.prompt_queries;
+  memory.tail_rows = options.cpu_sequences * sizes.prompt_queries;
   memory.fetches_chosen = streams && memory.tail_rows != 0;
   memory.handover = options.handover;
   if (memory.handover == Handover::device)
     memory.answer_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.answer_timeout).count());
   // The device waits for them in its kernels; threads count what they have to propose for a forward in 20 bits.
   const bool counted = std::uint64_t{memory.largest.decode_rows} * memory.layer_heads() < std::uint64_t{1} << 20;
-  if (options.forecasts && counted && memory.handover == Handover::device && memory.largest.top_k)
+  if (sizes.forecasts && counted && memory.handover == Handover::device && memory.largest.top_k)
     memory.proposal_slots = options.cpu_sequences;
 }
 
 /// Sizes, and no memory yet.
-ForwardMemory described(const EngineOptions& options, const scheduler::LayerStacks& stacks) {
+ForwardMemory described(const EngineOptions& options, const EngineSizes& sizes, const scheduler::LayerStacks& stacks) {
   ForwardMemory memory;
   memory.stacks = stacks.count();
   memory.stack_layers = stacks.layers();
@@ -77,24 +63,24 @@ ForwardMemory described(const EngineOptions& options, const scheduler::LayerStac
   memory.blocks = static_cast<std::uint32_t>(options.host_bytes / block_bytes_of(memory));
   memory.near_pages = static_cast<std::uint32_t>(options.near_bytes / near_bytes_of(memory, 1));
   memory.promotions = memory.near_pages == 0 ? 0 : options.promotions;
-  memory.largest = memory.bucket = largest_of(options, stacks, memory.layout, memory.blocks);
+  memory.largest = memory.bucket = options.largest;
   memory.max_pages = memory.largest.max_tokens / memory.layout.page_tokens;
   memory.append_rows = std::max(memory.largest.rows(), options.import_rows);
-  memory.max_picks = std::min(options.max_picks, memory.largest.max_tokens);
-  memory.max_ranked = std::min(options.max_ranked, memory.max_pages);
+  memory.max_picks = std::min(sizes.max_picks, memory.largest.max_tokens);
+  memory.max_ranked = std::min(sizes.max_ranked, memory.max_pages);
   memory.page_shift = static_cast<std::uint32_t>(std::countr_zero(options.page_tokens));
-  memory.code_bits = code_bits_of(options);
-  memory.digest = options.digests.value_or(DigestKind::box);
-  memory.max_window = options.max_window;
+  memory.code_bits = sizes.code_bits;
+  memory.digest = sizes.digests.value_or(DigestKind::box);
+  memory.max_window = sizes.max_window;
   // What is chosen of them is a share of the mass.
   memory.cluster_slots = memory.largest.unbounded ? options.cluster_sequences : 0;
-  memory.max_clusters = std::min(options.max_clusters, memory.largest.max_tokens);
+  memory.max_clusters = std::min(sizes.max_clusters, memory.largest.max_tokens);
   describe_windows(memory, options);
   memory.sparse_prefill = options.prefill.mode != PrefillMode::full && memory.largest.prefills != 0;
   memory.prefill = options.prefill;
   const std::uint32_t longest = memory.max_pages * memory.layout.page_tokens;
   memory.prefill_window = memory.sparse_prefill ? longest : std::min(options.prefill_window, longest);
-  describe_far(memory, options);
+  describe_far(memory, options, sizes);
   return memory;
 }
 
@@ -112,9 +98,10 @@ std::uint64_t digests_bytes_of(const ForwardMemory& memory) {
 
 }  // namespace
 
-EngineMemoryUse EngineMemory::needed(const EngineOptions& options, const ForwardVerbs* verbs) {
+EngineMemoryUse EngineMemory::needed(const EngineOptions& options, const EngineSizes& sizes,
+                                     const ForwardVerbs* verbs) {
   const scheduler::LayerStacks stacks(options);
-  ForwardMemory memory = described(options, stacks);
+  ForwardMemory memory = described(options, sizes, stacks);
   const std::uint64_t scratch = verbs == nullptr ? 0 : verbs->scratch_bytes(memory);
   std::vector<ForwardMemory> slips(options.in_flight, memory);
   return {
@@ -122,14 +109,14 @@ EngineMemoryUse EngineMemory::needed(const EngineOptions& options, const Forward
       .pinned = carve_pinned(slips, listed_blocks(options, memory), nullptr),
       .near_pages = near_bytes_of(memory, memory.near_pages),
       .codes = codes_bytes_of(memory),
-      .digests = options.digests ? digests_bytes_of(memory) : 0,
+      .digests = sizes.digests ? digests_bytes_of(memory) : 0,
       .buffers = carve_device(memory, scratch, nullptr)};
 }
 
-EngineMemory::EngineMemory(const EngineOptions& options, Device& device, ForwardVerbs& verbs,
+EngineMemory::EngineMemory(const EngineOptions& options, const EngineSizes& sizes, Device& device, ForwardVerbs& verbs,
                            const cpu::Topology& topology, std::uint32_t numa_node)
     : stacks_(options) {
-  ForwardMemory memory = described(options, stacks_);
+  ForwardMemory memory = described(options, sizes, stacks_);
   cpu::WorkersOptions workers = cpu::touching(topology, numa_node);
   workers.pin = options.pin_threads;
   far_ = std::make_unique<cpu::HostPool>(
@@ -137,16 +124,15 @@ EngineMemory::EngineMemory(const EngineOptions& options, Device& device, Forward
           .layout = memory.far_layout, .bytes = memory.blocks * block_bytes_of(memory), .numa_node = numa_node},
       topology, cpu::Workers(topology, workers), device);
   memory.far = far_->base();
-  take_device(options, memory, device, verbs);
+  take_device(sizes, memory, device, verbs);
   take_pinned(options, memory, device);
   clear(options, device);
 }
 
-void EngineMemory::take_device(const EngineOptions& options, ForwardMemory& memory, Device& device,
-                               ForwardVerbs& verbs) {
+void EngineMemory::take_device(const EngineSizes& sizes, ForwardMemory& memory, Device& device, ForwardVerbs& verbs) {
   if (memory.near_pages != 0) near_ = device.allocate(near_bytes_of(memory, memory.near_pages));
   if (memory.has_codes()) codes_ = device.allocate(codes_bytes_of(memory));
-  if (options.digests) digests_ = device.allocate(digests_bytes_of(memory));
+  if (sizes.digests) digests_ = device.allocate(digests_bytes_of(memory));
   const std::uint64_t scratch = verbs.scratch_bytes(memory);
   device_ = device.allocate(carve_device(memory, scratch, nullptr));
   (void)carve_device(memory, scratch, device_->data());

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "cpu/machine/host_pool.hpp"
+#include "runtime/engine/engine_sizes.hpp"
 #include "scheduler/plan/layer_stacks.hpp"
 #include "sluice/device.hpp"
 #include "sluice/engine.hpp"
@@ -16,11 +17,12 @@ class EngineMemory {
  public:
   /// Far memory is touched by threads of its own, which have ended when it is there.
   /// @throws Error{Errc::out_of_capacity}; Error{Errc::unsupported} if the verbs refuse the shape or the bucket.
-  EngineMemory(const EngineOptions& options, Device& device, ForwardVerbs& verbs, const cpu::Topology& topology,
-               std::uint32_t numa_node);
+  EngineMemory(const EngineOptions& options, const EngineSizes& sizes, Device& device, ForwardVerbs& verbs,
+               const cpu::Topology& topology, std::uint32_t numa_node);
 
   /// What that would be; `verbs` null: without their scratch memory. The options are valid.
-  [[nodiscard]] static EngineMemoryUse needed(const EngineOptions& options, const ForwardVerbs* verbs);
+  [[nodiscard]] static EngineMemoryUse needed(const EngineOptions& options, const EngineSizes& sizes,
+                                              const ForwardVerbs* verbs);
 
   /// Of the largest bucket.
   [[nodiscard]] const ForwardMemory& largest() const noexcept { return slips_.front(); }
@@ -50,7 +52,7 @@ class EngineMemory {
   [[nodiscard]] EngineMemoryUse use() const noexcept;
 
  private:
-  void take_device(const EngineOptions& options, ForwardMemory& memory, Device& device, ForwardVerbs& verbs);
+  void take_device(const EngineSizes& sizes, ForwardMemory& memory, Device& device, ForwardVerbs& verbs);
   void take_pinned(const EngineOptions& options, const ForwardMemory& memory, Device& device);
   /// Device memory as an engine begins: nothing is near, everything else is 0.
   void clear(const EngineOptions& options, Device& device);
@@ -60,7 +62,7 @@ class EngineMemory {
   std::unique_ptr<cpu::HostPool> far_;
   std::unique_ptr<Buffer> near_;
   std::unique_ptr<Buffer> codes_;
-  std::unique_ptr<Buffer> digests_;  ///< null unless the options want some
+  std::unique_ptr<Buffer> digests_;  ///< null unless pages have some
   std::unique_ptr<Buffer> device_;
   std::unique_ptr<Buffer> pinned_;
   std::vector<ForwardMemory> slips_;  ///< [in_flight] alike but for the slip

@@ -8,6 +8,7 @@
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "sluice/page_rules.hpp"
+#include "sluice/step/int4.hpp"
 
 namespace sluice::runtime {
 namespace {
@@ -74,9 +75,10 @@ void validate_latent(const EngineOptions& options) {
   without(options.largest.trace, "largest.trace", "bytes of its stages are not counted; leave it off");
   without(options.prefill.mode != PrefillMode::full, "a prefill mode that chooses blocks",
           "prompts attend all tokens; use PrefillMode::full");
-  without(options.cpu_sequences != 0, "cpu_sequences", "no policy of it chooses by whole keys; leave it 0");
+  const auto some = [](std::uint32_t sequences) { return sequences != 0 && sequences != kAllSequences; };
+  without(some(options.cpu_sequences), "cpu_sequences", "no policy of it chooses by whole keys; leave it 0");
   without(options.digests.has_value(), "digests", "no policy of it ranks pages; leave them empty");
-  without(options.cluster_sequences != 0, "cluster_sequences", "no policy of it has clusters; leave it 0");
+  without(some(options.cluster_sequences), "cluster_sequences", "no policy of it has clusters; leave it 0");
 }
 
 }  // namespace
@@ -107,7 +109,7 @@ void validate(const EngineOptions& options) {
   in("in_flight", options.in_flight, 1, kMostForwards);
   in("sequences", options.sequences, 1, 65'536);
   in("promotions", options.promotions, 0, kMostPromotions);
-  in("cpu_sequences", options.cpu_sequences, 0, options.sequences);
+  if (options.cpu_sequences != kAllSequences) in("cpu_sequences", options.cpu_sequences, 0, options.sequences);
   in("prompt_queries", options.prompt_queries, 1, 256);
   in("max_picks", options.max_picks, 1, 1u << 20);
   in("max_ranked", options.max_ranked, 1, 1u << 20);
@@ -120,8 +122,9 @@ void validate(const EngineOptions& options) {
           options.code_bits, "3 or 4, or 0 for what policies want");
   in("window_slack", options.window_slack, 0, 1u << 24);
   in("max_window", options.max_window, 1, 1u << 20);
-  in("cluster_sequences", options.cluster_sequences, 0, options.sequences);
-  in("max_clusters", options.max_clusters, 1, 1u << 20);
+  if (options.cluster_sequences != kAllSequences)
+    in("cluster_sequences", options.cluster_sequences, 0, options.sequences);
+  in("max_clusters", options.max_clusters, 0, 1u << 20);
   in("import_rows", options.import_rows, 1, 65'536);
   in("prefill_window", options.prefill_window, page, 1u << 20);
   sluice::validate(options.prefill);
@@ -143,60 +146,6 @@ void validate(const EngineOptions& options) {
   const std::uint64_t near_pages = options.near_bytes / (near_page * planes) * planes;
   require(near_pages * 2 * page <= kMostRows, "near_bytes", options.near_bytes,
           "at most " + std::to_string(kMostRows / (2 * page) * near_page));
-}
-
-void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options) {
-  sluice::validate(policy);
-  const scheduler::ForwardNeeds needs = scheduler::forward_needs(policy, tokens, limits_of(options).shape);
-  if (needs.bucket.pages && options.digests.value_or(policy.pages.digest) != policy.pages.digest)
-    throw Error(Errc::unsupported,
-                "the policy ranks pages by another kind of digest than EngineOptions::digests has for the "
-                "policies before it; give it an engine of its own");
-  const std::uint32_t bits = scheduler::code_bits(policy);
-  if (bits != 0 && options.code_bits != 0 && options.code_bits != bits)
-    throw Error(Errc::unsupported, "the policy chooses by copies of keys of " + std::to_string(bits) +
-                                       " bits, and EngineOptions::code_bits is " + std::to_string(options.code_bits) +
-                                       ", for the policies before it or as it was set; write " +
-                                       (bits == kCodeBits ? "int3" : "int4") +
-                                       ", or give the policy an engine of its own");
-  if (needs.bucket.pages) options.digests = policy.pages.digest;
-  if (bits != 0) options.code_bits = bits;
-  Bucket& bucket = options.largest;
-  bucket.top_k |= needs.bucket.top_k;
-  bucket.unbounded |= needs.bucket.unbounded;
-  bucket.pages |= needs.bucket.pages;
-  bucket.rehearsed |= needs.bucket.rehearsed;
-  bucket.scores |= needs.bucket.scores;
-  options.max_window = std::max(options.max_window, needs.window);
-  options.max_picks = std::max(options.max_picks, needs.picks);
-  options.max_ranked = std::max(options.max_ranked, needs.ranked);
-  options.prompt_queries = std::max(options.prompt_queries, scheduler::prompt_queries(policy));
-  if (scheduler::clusters_on_device(policy)) {
-    if (options.cluster_sequences == 0) options.max_clusters = needs.clusters;
-    options.cluster_sequences = std::max(options.cluster_sequences, 1u);
-    options.max_clusters = std::max(options.max_clusters, needs.clusters);
-  }
-  // The CPU makes observed choices once more. On an H200 a layer of 32K tokens took 1,146 us without forecasts and
-  // 1,197 with them where each step was observed, 1,180 and 332 where each eighth was; 2,405 and 3,130, 2,850 and 2,391
-  // of 128K.
-  constexpr std::uint32_t kWorthForecasts = 4;
-  options.forecasts |= scheduler::forecasts(policy) && policy.history.observe_every >= kWorthForecasts;
-  bucket.unbounded |= options.forecasts && scheduler::forecasts(policy) && policy.budget.kind == BudgetKind::top_p;
-  if (scheduler::chooser(policy) == scheduler::Chooser::cpu)
-    options.cpu_sequences = std::max(options.cpu_sequences, 1u);
-  require_served(policy, options);
-}
-
-void require_served(const PolicySpec& policy, const EngineOptions& options) {
-  const std::string reason = scheduler::forward_unserved(policy, options.largest, limits_of(options));
-  if (!reason.empty())
-    throw Error(Errc::unsupported, "the engine cannot serve this policy: " + reason +
-                                       "; make_room_for sets options for policies that engines serve, such as "
-                                       "`exact | int4 | top_p=0.95 | near=0`");
-  if (scheduler::prompt_queries(policy) > options.prompt_queries)
-    throw Error(Errc::unsupported, "the policy begins with " + std::to_string(scheduler::prompt_queries(policy)) +
-                                       " queries of a prompt, and EngineOptions::prompt_queries is " +
-                                       std::to_string(options.prompt_queries) + "; raise it");
 }
 
 }  // namespace sluice::runtime

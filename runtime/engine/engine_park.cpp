@@ -92,13 +92,13 @@ Engine::Impl::Parking::Body Engine::Impl::Parking::body_of(Sequence& sequence, c
   for (std::uint32_t layer = 0; layer < engine_.options.shape.layers; ++layer) {
     body.add({.row_bytes = query_bytes, .rows = head.tail_end - head.tail_begin - kept});
     if (kept == 0) continue;
-    float* const slot = m.tails + (std::uint64_t{layer} * m.tail_rows + tail.slot * engine_.options.prompt_queries) *
+    float* const slot = m.tails + (std::uint64_t{layer} * m.tail_rows + tail.slot * engine_.sizes.prompt_queries) *
                                       (query_bytes / sizeof(float));
     body.add({.row_bytes = query_bytes,
               .rows = kept,
               .base = reinterpret_cast<std::byte*>(slot),
               .first = tail.begin,
-              .turn = engine_.options.prompt_queries});
+              .turn = engine_.sizes.prompt_queries});
   }
   const PageLayout& layout = m.far_layout;
   for (std::uint32_t layer = 0; layer < engine_.options.shape.layers; ++layer) {

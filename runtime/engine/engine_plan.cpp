@@ -99,22 +99,23 @@ void Engine::Impl::require_choosable(const Sequence& sequence, const PlanItem& i
     if (row.picks > most.max_picks)
       throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.picks) +
                                              " tokens, and EngineOptions::max_picks is " + text(most.max_picks) +
-                                             "; raise it");
+                                             "; name its policy in EngineOptions::policies");
     if (row.whole() && row.tokens > list_room)
       throw Error(Errc::out_of_capacity, name + ": its policy attends all of " + text(row.tokens) +
                                              " tokens, and there is room for " + text(list_room) +
-                                             "; raise EngineOptions::max_ranked, or set largest.unbounded");
+                                             "; name its policy in EngineOptions::policies");
     if (row.page_picks > most.max_ranked)
       throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.page_picks) +
                                              " pages, and EngineOptions::max_ranked is " + text(most.max_ranked) +
-                                             "; raise it");
+                                             "; name its policy in EngineOptions::policies");
     if (row.microbatch != 0 && !most.takes_pages(bucket))
       throw Error(Errc::out_of_capacity, name + ": a query head may choose every page of the " + text(most.max_pages) +
                                              " that a sequence may have, and EngineOptions::max_ranked is " +
-                                             text(most.max_ranked) + "; raise it");
+                                             text(most.max_ranked) +
+                                             "; name its policy in EngineOptions::policies");
   };
   scheduler::for_each_choice(sequence.spec, sequence.planned, item.tokens, bucket.drafts,
-                             runtime::limits_of(options).shape, require);
+                             limits().shape, require);
 }
 
 std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem> items, const Bucket& bucket) {
@@ -147,7 +148,7 @@ std::vector<Engine::Impl::Wanted> Engine::Impl::checked(std::span<const PlanItem
                                          "'s policy attends a sample that stands for what one query would attend, "
                                          "which no bucket with drafts serves; plan one token at a time");
     const std::string reason =
-        item.prefill ? "" : scheduler::forward_unserved(sequence.spec, bucket, runtime::limits_of(options));
+        item.prefill ? "" : scheduler::forward_unserved(sequence.spec, bucket, limits());
     if (!reason.empty()) throw Error(Errc::invalid_argument, name + "'s policy does not go with the bucket: " + reason);
     if (!item.prefill) require_choosable(sequence, item, bucket);
     if (!item.prefill) require_clusters(item.sequence, sequence, sequence.planned);
@@ -178,7 +179,7 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
                                    sequence->clusters.schedule.clustered(), *row);
       if (m.proposes() && sequence->tail.slot != kNone) {
         ForwardRow ahead = *row;
-        scheduler::choose_proposed(sequence->spec, sequence->tail.slot, runtime::limits_of(options).shape, ahead);
+        scheduler::choose_proposed(sequence->spec, sequence->tail.slot, limits().shape, ahead);
         // Else the CPU chooses, as it always can.
         if (ahead.picks <= m.max_picks && (ahead.mass == 0.f || m.bucket.unbounded)) *row = ahead;
       }
@@ -188,12 +189,12 @@ void Engine::Impl::write_rows(const ForwardMemory& m, std::span<const Wanted> wa
     };
     if (!item.prefill)
       scheduler::for_each_choice(sequence->spec, sequence->planned, item.tokens, m.bucket.drafts,
-                                 runtime::limits_of(options).shape, put);
+                                 limits().shape, put);
     if (!item.prefill) decoded += item.tokens;
     for (std::uint32_t i = 0; i < item.tokens; ++i, ++at) {
       m.slip_tokens[at] = {.list = list,
                            .position = sequence->planned + i,
-                           .tail = sequence->tail_row(item, sequence->planned + i, options.prompt_queries),
+                           .tail = sequence->tail_row(item, sequence->planned + i, sizes.prompt_queries),
                            .decoded = item.prefill ? 0u : 1u};
     }
   }
@@ -287,7 +288,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
   }
   for (const auto& [sequence, item] : wanted) {
     if (item.prefill && sequence->tail.slot != kNone)
-      sequence->extend_tail(item.tokens, bucket.prefills != 0 ? item.tokens : queries, options.prompt_queries);
+      sequence->extend_tail(item.tokens, bucket.prefills != 0 ? item.tokens : queries, sizes.prompt_queries);
     if (item.prefill) sequence->clusters.forget();
     if (!item.prefill && sequence->leaves_out())
       sequence->names.sparse = std::min(sequence->names.sparse, sequence->planned);

@@ -52,8 +52,8 @@ void Engine::Impl::copy_tail(const Sequence& from, Sequence& to) noexcept {
   const std::uint64_t row = std::uint64_t{m.shape.q_heads} * m.shape.head_dim;
   for (std::uint32_t layer = 0; layer < m.shape.layers; ++layer) {
     float* const tails = m.tails + std::uint64_t{layer} * m.tail_rows * row;
-    std::copy_n(tails + std::uint64_t{from.tail.slot} * options.prompt_queries * row, options.prompt_queries * row,
-                tails + std::uint64_t{to.tail.slot} * options.prompt_queries * row);
+    std::copy_n(tails + std::uint64_t{from.tail.slot} * sizes.prompt_queries * row, sizes.prompt_queries * row,
+                tails + std::uint64_t{to.tail.slot} * sizes.prompt_queries * row);
   }
   to.tail.begin = from.tail.begin;
   to.tail.end = std::min(from.tail.end, to.tokens);

@@ -66,7 +66,7 @@ SequenceId Engine::Impl::begin(const PolicySpec& policy, std::span<const std::in
   if (!prompt.empty()) (void)prefix_cache();
   std::vector<std::int32_t> ids(prompt.begin(), prompt.end());
   sluice::validate(policy);
-  runtime::require_served(policy, options);
+  require_served(policy);
   const std::uint32_t pages = prefixes ? known_pages(policy, prompt, salt) : 0;
   const SequenceId id = add(policy, pages * options.page_tokens);
   Sequence& sequence = at(id);

@@ -43,12 +43,11 @@ void require_alike(const runtime::ParkHead& head, const EngineOptions& options, 
                                             "'; its keys and values mean nothing to another one");
 }
 
-/// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if the engine does not serve it
-PolicySpec parked_policy(const runtime::ParkHead& head, const EngineOptions& options) {
+/// @throws Error{Errc::invalid_argument}
+PolicySpec parked_policy(const runtime::ParkHead& head) {
   PolicySpec spec = parse_policy(head.policy);
   spec.name = head.policy_name;
   sluice::validate(spec);
-  runtime::require_served(spec, options);
   return spec;
 }
 
@@ -87,7 +86,8 @@ SequenceId Engine::Impl::Parking::resume(runtime::ParkSource& source, std::strin
   release_late();
   const runtime::ParkHead head = runtime::read_head(source);
   require_alike(head, engine_.options, model);
-  const PolicySpec spec = parked_policy(head, engine_.options);
+  const PolicySpec spec = parked_policy(head);
+  engine_.require_served(spec);
   if (const std::uint32_t most = engine_.memory.largest().largest.max_tokens; head.tokens > most)
     throw Error(Errc::out_of_capacity, "resume: the sequence has " + text(head.tokens) +
                                            " tokens, and a sequence may have " + text(most) +
@@ -140,7 +140,7 @@ void Engine::Impl::Parking::load(runtime::ParkSource& source, const runtime::Par
   Sequence::Tail& tail = sequence.tail;
   tail.end = head.tail_end;
   tail.begin =
-      tail.slot == kNone ? tail.end : tail.end - std::min(tail.end - head.tail_begin, engine_.options.prompt_queries);
+      tail.slot == kNone ? tail.end : tail.end - std::min(tail.end - head.tail_begin, engine_.sizes.prompt_queries);
   sequence.tokens = sequence.planned = head.tokens;
   sequence.first_kept = head.passed;
   for (std::uint32_t stack = 0; stack < engine_.memory.stacks().count(); ++stack) {

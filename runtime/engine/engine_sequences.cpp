@@ -38,7 +38,9 @@ void Engine::Impl::require_place(const PolicySpec& spec, std::uint32_t tokens) c
   if (scheduler::chooser(spec) == scheduler::Chooser::cpu && free_tails.empty())
     throw Error(Errc::out_of_capacity,
                 "as many sequences live as EngineOptions::cpu_sequences says whose policies choose on the CPU, " +
-                    text(options.cpu_sequences) + "; raise it, or end one first");
+                    text(options.cpu_sequences) +
+                    (options.cpu_sequences == 0 ? "; name the policy in EngineOptions::policies"
+                                                : "; raise it, or end one first"));
   if (scheduler::clusters_on_device(spec) && free_clusters.empty())
     throw Error(Errc::out_of_capacity,
                 "as many sequences live as EngineOptions::cluster_sequences says whose policies choose among clusters "
@@ -72,14 +74,14 @@ SequenceId Engine::Impl::add(const PolicySpec& spec, std::uint32_t tokens) {
 
 SequenceId Engine::Impl::begin(const PolicySpec& policy) {
   sluice::validate(policy);
-  runtime::require_served(policy, options);
+  require_served(policy);
   return add(policy);
 }
 
 SequenceId Engine::Impl::fork(SequenceId id, std::uint32_t tokens, const PolicySpec* policy) {
   if (policy != nullptr) {
     sluice::validate(*policy);
-    runtime::require_served(*policy, options);
+    require_served(*policy);
   }
   const Sequence& parent = resting(id, "fork");
   if (tokens > parent.tokens)

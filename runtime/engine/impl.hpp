@@ -18,6 +18,7 @@
 #include "runtime/call.hpp"
 #include "runtime/engine/caller_pins.hpp"
 #include "runtime/engine/engine_memory.hpp"
+#include "runtime/engine/engine_options.hpp"
 #include "runtime/engine/programs.hpp"
 #include "runtime/engine/sequence.hpp"
 #include "runtime/far/answer_watchdog.hpp"
@@ -256,6 +257,10 @@ struct Engine::Impl : cpu::Kept {
   /// Takes back this forward and all behind it.
   void take_back(std::uint64_t forward);
 
+  [[nodiscard]] scheduler::ForwardLimits limits() const noexcept { return runtime::limits_of(options, sizes); }
+  /// @throws Error{Errc::unsupported} naming what the engine lacks to serve the policy
+  void require_served(const PolicySpec& policy) const { runtime::require_served(policy, options, sizes); }
+
   [[nodiscard]] bool captures() const noexcept { return device->info().captures_forwards(options.handover); }
 
   [[nodiscard]] ForwardMailbox& mailbox() const noexcept { return *memory.largest().mailbox; }
@@ -265,6 +270,7 @@ struct Engine::Impl : cpu::Kept {
   std::shared_ptr<cpu::Workers> embedded;  ///< of an embedded device; null if there is none
   std::shared_ptr<Device> device;
   ForwardVerbs& verbs;
+  EngineSizes sizes;
   runtime::EngineMemory memory;
   std::unique_ptr<ForwardSide> side;  ///< of `memory`, which it uses
   runtime::FarChoice choice;

@@ -4,6 +4,7 @@
 
 #include "scheduler/admission/limits.hpp"
 #include "scheduler/plan/layer_stacks.hpp"
+#include "scheduler/plan/sequence_counts.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
 
@@ -54,7 +55,7 @@ AdmissionOptions admission_options(const EngineOptions& options) {
           .prefill_rows = options.largest.prefill_rows,
           .prefills = options.largest.prefills,
           .sequences = options.sequences,
-          .cpu_sequences = options.cpu_sequences,
+          .cpu_sequences = scheduler::cpu_sequences(options),
           .page_tokens = options.page_tokens,
           .max_tokens = options.largest.max_tokens,
           .pages = options.host_bytes / page_bytes,

@@ -58,6 +58,7 @@ TEST_CASE("without an engine all calls of forwards and figures are refused", "[c
   auto memory = sized<sluice_memory>();
   auto sequence_memory = sized<sluice_sequence_memory>();
   auto audit = sized<sluice_audit>();
+  auto sizes = sized<sluice_engine_sizes>();
   auto head = sized<sluice_head_audit>();
   const auto refused = [](const auto& call) { check_null("engine", call); };
   refused([&] { return sluice_engine_plan(none, &item, 1, &bucket, nullptr, &forward); });
@@ -73,6 +74,7 @@ TEST_CASE("without an engine all calls of forwards and figures are refused", "[c
   refused([&] { return sluice_engine_finish(none, 1); });
   refused([&] { return sluice_engine_cancel(none, 1); });
   refused([&] { return sluice_engine_get_options(none, &options); });
+  refused([&] { return sluice_engine_get_sizes(none, &sizes); });
   refused([&] { return sluice_admission_options_of(none, &admission); });
   refused([&] { return sluice_engine_stats(none, &stats); });
   refused([&] { return sluice_engine_memory(none, &memory); });
@@ -93,7 +95,9 @@ TEST_CASE("a null pointer to options is refused by its name", "[capi][errors]") 
   check_null("options", [&] { return sluice_engine_options_init(nullptr, sizeof options); });
   check_null("sluice_engine_options", [&] { return sluice_engine_options_make_room_for(nullptr, kPolicy, 10); });
   check_null("policy", [&] { return sluice_engine_options_make_room_for(&options, nullptr, 10); });
+  check_null("sluice_engine_options", [&] { return sluice_engine_options_resolve(nullptr); });
   check_null("engine", [&] { return sluice_engine_create(&options, nullptr); });
+  check_null("sluice_engine_sizes", [&] { return sluice_engine_get_sizes(small.engine, nullptr); });
   check_null("sluice_engine_options", [&] { return sluice_engine_create(nullptr, &made); });
   CHECK(made == nullptr);
   check_null("sluice_engine_options", [&] { return sluice_engine_get_options(small.engine, nullptr); });

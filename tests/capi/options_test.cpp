@@ -1,6 +1,8 @@
 // Options by C: every field arrives, and what is no value is refused.
 #include <cmath>
+#include <cstddef>
 #include <cstring>
+#include <iterator>
 #include <vector>
 
 #include "sluice/engine.hpp"
@@ -12,6 +14,7 @@ namespace {
 
 constexpr std::uint32_t kCores[] = {0};
 constexpr std::uint32_t kWindows[kLayers] = {24, 24};
+constexpr const char* kThreeBits[] = {"exact | int3 | sample=9 | near=0,sinks=4,recent=20", "full"};
 
 /// Each differs from its default, and from its neighbours.
 sluice_engine_options unlike_the_defaults() {
@@ -30,7 +33,7 @@ sluice_engine_options unlike_the_defaults() {
   options.largest_prefills = 2;
   options.largest_max_tokens = 96;
   options.largest_features =
-      SLUICE_BUCKET_UNBOUNDED | SLUICE_BUCKET_PAGES | SLUICE_BUCKET_AUDIT | SLUICE_BUCKET_REHEARSED;
+      SLUICE_BUCKET_TOP_K | SLUICE_BUCKET_UNBOUNDED | SLUICE_BUCKET_PAGES | SLUICE_BUCKET_AUDIT | SLUICE_BUCKET_REHEARSED;
   options.in_flight = 4;
   options.sequences = 9;
   options.cpu_sequences = 5;
@@ -63,6 +66,8 @@ sluice_engine_options unlike_the_defaults() {
   options.scale = 0.375f;
   options.window_count = kLayers;
   options.windows = kWindows;
+  options.policy_count = std::size(kThreeBits);
+  options.policies = kThreeBits;
   return options;
 }
 
@@ -89,7 +94,8 @@ TEST_CASE("the defaults of C are those of C++", "[capi][options]") {
   CHECK(got.placement == SLUICE_PLACE_HYBRID);
   CHECK(got.fetch_share == SLUICE_FETCH_AUTO);
   CHECK(got.fetch_lists == 0);
-  CHECK(got.cluster_sequences == 0);
+  CHECK(got.cpu_sequences == SLUICE_ALL_SEQUENCES);
+  CHECK(got.cluster_sequences == SLUICE_ALL_SEQUENCES);
   CHECK(got.max_clusters == want.max_clusters);
   CHECK(got.dense_tokens == 0);
   CHECK(got.forecasts == 0);
@@ -104,6 +110,8 @@ TEST_CASE("the defaults of C are those of C++", "[capi][options]") {
   CHECK(got.softcap == 0.f);
   CHECK(got.window_count == 0);
   CHECK(got.windows == nullptr);
+  REQUIRE(got.policy_count == want.policies.size());
+  for (std::size_t i = 0; i < want.policies.size(); ++i) CHECK(got.policies[i] == want.policies[i].name);
 }
 
 TEST_CASE("every option arrives at the engine", "[capi][options]") {
@@ -119,6 +127,10 @@ TEST_CASE("every option arrives at the engine", "[capi][options]") {
   CHECK(got.windows != kWindows);
   CHECK(got.windows[kLayers - 1] == 24);
   got.windows = options.windows;
+  REQUIRE(got.policy_count == options.policy_count);
+  CHECK(got.policies != kThreeBits);
+  for (std::size_t i = 0; i < std::size(kThreeBits); ++i) CHECK(got.policies[i] == std::string(kThreeBits[i]));
+  got.policies = options.policies;
   CHECK(std::memcmp(&got, &options, sizeof got) == 0);
   auto memory = sized<sluice_memory>();  // And not only back from it.
   require_ok(sluice_engine_memory(engine.get(), &memory));
@@ -161,6 +173,8 @@ TEST_CASE("make_room_for raises what a policy needs, and nothing else", "[capi][
   auto want = options;
   want.largest_features = SLUICE_BUCKET_UNBOUNDED;
   want.code_bits = 4;
+  want.cpu_sequences = want.cluster_sequences = 0;
+  want.policies = nullptr, want.policy_count = 0;
   require_ok(sluice_engine_options_make_room_for(&options, kPolicy, 200));
   CHECK(std::memcmp(&options, &want, sizeof want) == 0);
   require_ok(sluice_engine_options_make_room_for(&options, "quest | near=0", 200));
@@ -206,7 +220,55 @@ TEST_CASE("copies of keys have the bits that policies want", "[capi][options]") 
   CHECK(less.codes < more.codes);
   sluice_sequence sequence = 0;
   check_fails([&] { return sluice_engine_begin(few.get(), kPolicy, &sequence); }, SLUICE_UNSUPPORTED,
-              {"4 bits", "code_bits"});
+              {"4 bits", "EngineOptions::policies"});
+}
+
+TEST_CASE("policies that are named have room in the engine", "[capi][options]") {
+  const char* const policies[] = {"exact | int3 | sample=9 | near=0", "quest | near=0", "lfps"};
+  auto options = small_options();
+  options.largest_features = SLUICE_BUCKET_AUDIT;
+  options.policies = policies;
+  options.policy_count = std::size(policies);
+  auto resolved = options;
+  require_ok(sluice_engine_options_resolve(&resolved));
+  CHECK(resolved.largest_features == (SLUICE_BUCKET_TOP_K | SLUICE_BUCKET_UNBOUNDED | SLUICE_BUCKET_PAGES |
+                                      SLUICE_BUCKET_AUDIT));  // lfps has a dense layer.
+  CHECK(resolved.cpu_sequences == 2);
+  CHECK(resolved.cluster_sequences == 0);
+  CHECK(resolved.policies == policies);
+  EnginePointer engine = create(options);
+  auto got = sized<sluice_engine_options>();
+  require_ok(sluice_engine_get_options(engine.get(), &got));
+  CHECK(got.largest_features == resolved.largest_features);
+  CHECK(got.cpu_sequences == 2);
+  auto sizes = sized<sluice_engine_sizes>();
+  require_ok(sluice_engine_get_sizes(engine.get(), &sizes));
+  CHECK(sizes.code_bits == 3);
+  CHECK(sizes.digests == SLUICE_DIGESTS_BOX);
+  CHECK(sizes.prompt_queries == 32);
+  CHECK(sizes.forecasts == 0);
+  CHECK((sizes.max_picks > 0 && sizes.max_ranked > 0 && sizes.max_window > 0 && sizes.max_clusters > 0));
+  for (const char* const policy : policies) {
+    CAPTURE(policy);
+    sluice_sequence sequence = 0;
+    require_ok(sluice_engine_begin(engine.get(), policy, &sequence));
+    require_ok(sluice_engine_end(engine.get(), sequence));
+  }
+  sluice_sequence sequence = 0;
+  check_fails([&] { return sluice_engine_begin(engine.get(), "sluice", &sequence); }, SLUICE_UNSUPPORTED,
+              {"EngineOptions::policies"});
+}
+
+TEST_CASE("who knows no policies has what the other options say", "[capi][options]") {
+  auto options = small_options();
+  options.struct_size = offsetof(sluice_engine_options, policy_count);
+  options.largest_features = SLUICE_BUCKET_SCORES;
+  EnginePointer engine = create(options);
+  auto got = sized<sluice_engine_options>();
+  require_ok(sluice_engine_get_options(engine.get(), &got));
+  CHECK(got.policy_count == 0);
+  CHECK(got.policies == nullptr);
+  CHECK(got.largest_features == SLUICE_BUCKET_SCORES);
 }
 
 TEST_CASE("options that have no such value are refused by name", "[capi][options]") {
@@ -242,6 +304,12 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   refused({"device_type is 3"}, [](auto& o) { o.device_type = SLUICE_DEVICE_CUDA_HOST; });
   refused({"device_id is 1"}, [](auto& o) { o.device_id = 1; });
   refused({"device_bytes 1"}, [](auto& o) { o.device_bytes = 1; });
+  refused({"policy_count is 1025", "1024"}, [](auto& o) { o.policy_count = 1025; });
+  refused({"policies", "policy_count"}, [](auto& o) { o.policies = nullptr; });
+  static constexpr const char* kGap[] = {"full", nullptr};
+  refused({"policies[1]", "null"}, [](auto& o) { o.policies = kGap; });
+  static constexpr const char* kWrong[] = {"full", "fulll"};
+  refused({"fulll"}, [](auto& o) { o.policies = kWrong; });
   refused({"cores", "core_count"}, [](auto& o) { o.core_count = 1; });
   refused({"scale is -1"}, [](auto& o) { o.scale = -1.f; });
   refused({"softcap is nan"}, [](auto& o) { o.softcap = NAN; });

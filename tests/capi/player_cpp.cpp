@@ -138,7 +138,7 @@ Rows Rows::random(DType dtype, std::uint32_t rows, std::uint32_t heads, Random& 
 }
 
 EngineOptions options_for(std::span<const std::string> policies) {
-  EngineOptions options{.shape = kShape, .kv_dtype = DType::f16, .threads = 2, .pin_threads = false};
+  EngineOptions options{.shape = kShape, .kv_dtype = DType::f16, .policies = {}, .threads = 2, .pin_threads = false};
   options.answer_timeout = std::chrono::seconds(30);  // However busy the machine is.
   options.host_bytes = 8 * MiB;
   options.near_bytes = 256 * KiB;

@@ -50,6 +50,9 @@ TEST_CASE("a size that nobody has set is refused", "[capi][versions]") {
     auto stats = sized<sluice_stats>();
     stats.struct_size = size;
     refused("sluice_stats", [&] { return sluice_engine_stats(small.engine, &stats); });
+    auto sizes = sized<sluice_engine_sizes>();
+    sizes.struct_size = size;
+    refused("sluice_engine_sizes", [&] { return sluice_engine_get_sizes(small.engine, &sizes); });
     auto memory = sized<sluice_memory>();
     memory.struct_size = size;
     refused("sluice_memory", [&] { return sluice_engine_memory(small.engine, &memory); });

@@ -151,8 +151,12 @@ TEST_CASE("an engine serves every page size, group and type, and gives the log-s
   const DType dtype = rig.kv_dtypes[type % rig.kv_dtypes.size()];
   CAPTURE(to_string(dtype), page_tokens, group, head_dim);
   const AttentionShape shape{.layers = 1, .q_heads = 2 * group, .kv_heads = 2, .head_dim = head_dim};
-  EngineOptions options{
-      .shape = shape, .page_tokens = page_tokens, .kv_dtype = dtype, .threads = 2, .pin_threads = false};
+  EngineOptions options{.shape = shape,
+                        .page_tokens = page_tokens,
+                        .kv_dtype = dtype,
+                        .policies = {},
+                        .threads = 2,
+                        .pin_threads = false};
   options.host_bytes = div_up(400, page_tokens) * block_bytes(options);
   options.near_bytes = 128 / page_tokens * near_block_bytes(options);
   Engine engine(options, rig.device);
@@ -174,7 +178,7 @@ TEST_CASE("a far part of thousands of rows is answered whole", "[engine]") {
   const std::uint32_t prompt = GENERATE(from_range(few<1>(std::array{5003u, 4000u})));
   const AttentionShape shape{.layers = 2, .q_heads = 2, .kv_heads = 1, .head_dim = 64};
   EngineOptions options{
-      .shape = shape, .kv_dtype = rig.kv_dtype, .max_picks = 6000, .threads = 3, .pin_threads = false};
+      .shape = shape, .kv_dtype = rig.kv_dtype, .policies = {}, .max_picks = 6000, .threads = 3, .pin_threads = false};
   options.host_bytes = 320 * block_bytes(options);
   options.near_bytes = 10 * near_block_bytes(options);
   options.import_rows = 2000;
@@ -198,7 +202,7 @@ TEST_CASE("of long sequences the highest are chosen, ties by the lowest token", 
   const EngineRig rig = engine_rig();
   const AttentionShape shape{.layers = 1, .q_heads = 6, .kv_heads = 1, .head_dim = 64};
   EngineOptions options{
-      .shape = shape, .kv_dtype = rig.kv_dtype, .max_picks = picks, .threads = 2, .pin_threads = false};
+      .shape = shape, .kv_dtype = rig.kv_dtype, .policies = {}, .max_picks = picks, .threads = 2, .pin_threads = false};
   // Long enough for several thread blocks of a GPU to share them.
   const std::uint32_t tokens = rig.on_gpu ? 20'000 : 2'000;
   options.host_bytes = (tokens / 16 + 10) * block_bytes(options);
@@ -226,6 +230,7 @@ TEST_CASE("rows of long sequences lie near, far or either, in layers that choose
   const AttentionShape shape{.layers = 2, .q_heads = 8, .kv_heads = 2, .head_dim = 128};
   EngineOptions options{.shape = shape,
                         .kv_dtype = rig.kv_dtype,
+                        .policies = {},
                         .largest = {.decode_rows = 2},
                         .max_picks = picks,
                         .threads = 2,
@@ -261,7 +266,7 @@ TEST_CASE("a step chooses the highest, whatever the one before let expect", "[en
   const EngineRig rig = engine_rig();
   const AttentionShape shape{.layers = 2, .q_heads = 10, .kv_heads = 1, .head_dim = 64};
   EngineOptions options{
-      .shape = shape, .kv_dtype = rig.kv_dtype, .max_picks = 300, .threads = 2, .pin_threads = false};
+      .shape = shape, .kv_dtype = rig.kv_dtype, .policies = {}, .max_picks = 300, .threads = 2, .pin_threads = false};
   const std::uint32_t tokens = rig.on_gpu ? 20'000 : 2'000;
   options.host_bytes = 2 * (tokens / 16 + 10) * block_bytes(options);
   options.near_bytes = 60 * near_block_bytes(options);

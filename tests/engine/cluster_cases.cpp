@@ -163,7 +163,8 @@ TEST_CASE("what has no room for clusters says so and changes nothing", "[engine]
     const auto [code, text] = refusal_of([&] { (void)engine.begin(parse_policy(kTactic)); });
     CAPTURE(text);
     REQUIRE(code == Errc::unsupported);
-    REQUIRE(text.find("cluster_sequences") != std::string::npos);
+    REQUIRE(text.find("among clusters") != std::string::npos);
+    REQUIRE(text.find("EngineOptions::policies") != std::string::npos);
   }
   options.cluster_sequences = 2;
   options.max_clusters = 50;

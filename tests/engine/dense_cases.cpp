@@ -184,6 +184,7 @@ TEST_CASE("whole rows attend in several launches, of more query heads than a thr
                           .softcap = 7.f,
                           .kv_dtype = rig.kv_dtype,
                           .dense_tokens = dense,
+                          .policies = {},
                           .largest = {.decode_rows = kRows,
                                       .prefill_rows = 9,
                                       .prefills = 1,

@@ -120,7 +120,7 @@ TEST_CASE("groups of one, three and seven heads draw as many as each asks for", 
   const AttentionShape shape{.layers = 1, .q_heads = 2 * group, .kv_heads = 2, .head_dim = 64};
   Story story(shape, 260, 956);
   if (rig.kv_dtype != DType::f32) story.round_queries();
-  EngineOptions options{.shape = shape, .kv_dtype = rig.kv_dtype, .threads = 2, .pin_threads = false};
+  EngineOptions options{.shape = shape, .kv_dtype = rig.kv_dtype, .policies = {}, .threads = 2, .pin_threads = false};
   options.host_bytes = 40 * block_bytes(options);
   options.largest.decode_rows = 1;
   Engine engine(options, rig.device);

@@ -228,6 +228,7 @@ TEST_CASE("more rows than a launch has room for share their lists", "[engine]") 
   EngineOptions options{.shape = shape,
                         .kv_dtype = rig.kv_dtype,
                         .fetch_share = 0.5f,
+                        .policies = {},
                         .largest = {.decode_rows = kRows},
                         .sequences = kRows,
                         .threads = 2,

@@ -121,7 +121,7 @@ TEST_CASE("rehearsed queries that are missing are asked for, and those that nobo
     Engine engine(options, rig.device);
     const Refusal refusal = refusal_of([&] { (void)engine.begin(policy); });
     REQUIRE(refusal.code == Errc::unsupported);
-    REQUIRE(refusal.text.find("Bucket::rehearsed") != std::string::npos);
+    REQUIRE(refusal.text.find("EngineOptions::policies") != std::string::npos);
   }
   make_room_for(policy, 130, options);
   REQUIRE(options.largest.rehearsed);

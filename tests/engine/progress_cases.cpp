@@ -116,7 +116,7 @@ TEST_CASE("an engine without room for every page says so and changes nothing", "
     Engine engine(options, rig.device);
     const Refusal refusal = refusal_of([&] { (void)engine.begin(policy); });
     REQUIRE(refusal.code == Errc::unsupported);
-    REQUIRE(refusal.text.find("Bucket::pages") != std::string::npos);
+    REQUIRE(refusal.text.find("EngineOptions::policies") != std::string::npos);
   }
   options = paged_options(rig, 1, 0, DigestKind::cuboid_mean);
   options.max_ranked = 99;  // Of 100.

@@ -19,8 +19,12 @@ constexpr std::uint32_t kPrompt = 300;
 constexpr const char* kPolicy = "exact | int4 | top_k=6 | near=0,sinks=4,recent=16";
 
 EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::uint32_t near) {
-  EngineOptions options{
-      .shape = kShape, .kv_dtype = rig.kv_dtype, .largest = {.decode_rows = rows}, .threads = 2, .pin_threads = false};
+  EngineOptions options{.shape = kShape,
+                        .kv_dtype = rig.kv_dtype,
+                        .policies = {},
+                        .largest = {.decode_rows = rows},
+                        .threads = 2,
+                        .pin_threads = false};
   options.host_bytes = 120 * block_bytes(options);
   options.near_bytes = near * near_block_bytes(options);
   options.import_rows = kPrompt;

@@ -196,7 +196,7 @@ TEST_CASE("engines say what they need for scores, and keep no copies of keys whe
     REQUIRE(engine.memory().codes != 0);
     const Refusal refusal = refusal_of([&] { (void)engine.begin(policy); });
     REQUIRE(refusal.code == Errc::unsupported);
-    REQUIRE(refusal.text.find("Bucket::scores") != std::string::npos);
+    REQUIRE(refusal.text.find("EngineOptions::policies") != std::string::npos);
   }
   make_room_for(policy, 200, options);
   REQUIRE(options.largest.scores);
@@ -206,7 +206,7 @@ TEST_CASE("engines say what they need for scores, and keep no copies of keys whe
     REQUIRE(engine.options().code_bits == 0);
     const Refusal refusal = refusal_of([&] { (void)engine.begin(copies); });
     REQUIRE(refusal.code == Errc::unsupported);
-    REQUIRE(refusal.text.find("EngineOptions::code_bits") != std::string::npos);
+    REQUIRE(refusal.text.find("EngineOptions::policies") != std::string::npos);
     const SequenceId id = engine.begin(policy);
     Bucket bucket = engine.options().largest;
     bucket.scores = false;

@@ -175,7 +175,7 @@ TEST_CASE("windows have room in an engine whose policies choose little", "[engin
   const EngineRig rig = engine_rig();
   const Spec spec{.windows = {200, 0, 90}};
   const Story story = story_of(rig, spec, 310, 94);
-  EngineOptions options{.shape = kShape, .kv_dtype = rig.kv_dtype, .threads = 2, .pin_threads = false};
+  EngineOptions options{.shape = kShape, .kv_dtype = rig.kv_dtype, .policies = {}, .threads = 2, .pin_threads = false};
   options.host_bytes = 40 * block_bytes(options);
   options.windows = spec.windows;
   options.max_picks = 2;

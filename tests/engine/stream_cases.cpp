@@ -59,6 +59,7 @@ TEST_CASE("lists of thousands of rows come over the link whole", "[engine]") {
   EngineOptions options{.shape = shape,
                         .kv_dtype = rig.kv_dtype,
                         .placement = PlacementMode::stream,
+                        .policies = {},
                         .largest = {.unbounded = true},
                         .threads = 1,
                         .pin_threads = false};
@@ -143,6 +144,7 @@ TEST_CASE("more rows than a launch has room for attend what each does alone", "[
   EngineOptions options{.shape = shape,
                         .kv_dtype = rig.kv_dtype,
                         .placement = placement,
+                        .policies = {},
                         .largest = {.decode_rows = kRows},
                         .sequences = kRows,
                         .threads = 2,

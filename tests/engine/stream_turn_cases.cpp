@@ -58,6 +58,7 @@ EngineOptions options_for(const EngineRig& rig) {
   EngineOptions options{.shape = kShape,
                         .kv_dtype = rig.kv_dtype,
                         .placement = PlacementMode::stream,
+                        .policies = {},
                         .largest = {.unbounded = true},
                         .cpu_sequences = 1,
                         .threads = 1,

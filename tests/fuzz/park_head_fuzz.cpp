@@ -56,6 +56,7 @@ std::unique_ptr<Engine> engine_of(const std::vector<std::uint32_t>& windows, DTy
                         .kv_dtype = dtype,
                         .host_bytes = 128 * KiB,
                         .near_bytes = 16 * KiB,
+                        .policies = {},
                         .largest = {.decode_rows = 1, .top_k = true, .unbounded = true},
                         .sequences = 2,
                         .cpu_sequences = 2,

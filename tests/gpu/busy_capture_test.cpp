@@ -27,7 +27,7 @@ class BusyDecoding {
 
   explicit BusyDecoding(const EngineRig& rig) : rig_(rig), other_(rig.device->create_stream("captures")) {
     const std::string policies[] = {"lfps", "exact | int4 | top_k=40 | near=0,sinks=4,recent=24"};
-    EngineOptions options{.shape = kShape, .kv_dtype = rig.kv_dtype, .largest = {.decode_rows = 2}};
+    EngineOptions options{.shape = kShape, .kv_dtype = rig.kv_dtype, .policies = {}, .largest = {.decode_rows = 2}};
     options.host_bytes = 100 * block_bytes(options);
     options.near_bytes = 9 * near_block_bytes(options);
     options.in_flight = kAhead;
@@ -141,7 +141,7 @@ TEST_CASE("a plan on a captured stream is refused, and leaves the capture as it 
   const EngineRig rig = engine_rig();
   const AttentionShape shape{.layers = 2, .q_heads = 4, .kv_heads = 2, .head_dim = 64};
   const Story story(shape, 70, 311);
-  EngineOptions options{.shape = shape, .kv_dtype = rig.kv_dtype};
+  EngineOptions options{.shape = shape, .kv_dtype = rig.kv_dtype, .policies = {}};
   options.host_bytes = 8 * block_bytes(options);
   options.near_bytes = 2 * near_block_bytes(options);
   Engine engine(options, rig.device);

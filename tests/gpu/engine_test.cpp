@@ -198,7 +198,7 @@ TEST_CASE("graphs of several buckets leave each other alone, replayed with and w
   const bool unbounded = GENERATE(false, true);
   CAPTURE(unbounded);
   constexpr std::uint32_t kRows = 8;
-  EngineOptions options{.shape = shape};
+  EngineOptions options{.shape = shape, .policies = {}};
   options.largest = {
       .decode_rows = kRows, .prefill_rows = 40, .prefills = 2, .max_tokens = 10'240, .unbounded = unbounded};
   options.host_bytes = 1500 * block_bytes(options);

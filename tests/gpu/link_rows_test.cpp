@@ -40,7 +40,8 @@ TEST_CASE("far rows of a long sequence are few where no thread block finds too m
   constexpr AttentionShape kAlone{.layers = 2, .q_heads = 2, .kv_heads = 2, .head_dim = 128};
   constexpr std::uint32_t kTokens = 9'000, kSteps = 70, kRecent = 40;
   const bool clusters = most_of(256, kAlone.kv_heads) != 0;
-  EngineOptions options{.shape = kAlone, .kv_dtype = rig.kv_dtype, .max_picks = 64, .threads = 2, .pin_threads = false};
+  EngineOptions options{
+      .shape = kAlone, .kv_dtype = rig.kv_dtype, .policies = {}, .max_picks = 64, .threads = 2, .pin_threads = false};
   options.host_bytes = 640 * block_bytes(options);
   options.import_rows = 3000;
   Engine engine(options, rig.device);

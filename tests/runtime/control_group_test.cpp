@@ -175,7 +175,7 @@ std::string decode(std::uint64_t cpus) {
   EngineRig rig{.device = std::make_shared<cpu::HostDevice>(workers), .queue = nullptr};
   rig.queue = rig.device->create_stream("caller");
   rig.stream = rig.queue.get();
-  EngineOptions options{.shape = kShape, .kv_dtype = DType::f32, .largest = {.decode_rows = 1}};
+  EngineOptions options{.shape = kShape, .kv_dtype = DType::f32, .policies = {}, .largest = {.decode_rows = 1}};
   options.host_bytes = 20 * block_bytes(options);
   const std::uint64_t before = threads_of_process();
   Engine engine(options, rig.device);

@@ -27,6 +27,7 @@ EngineOptions options() {
                         .kv_dtype = DType::f32,
                         .host_bytes = 1 * MiB,
                         .near_bytes = 64 * KiB,
+                        .policies = {},
                         .largest = {.decode_rows = 1, .prefill_rows = kPrompt, .prefills = 1, .unbounded = true},
                         .sequences = 3,
                         .cpu_sequences = 1,

@@ -43,8 +43,12 @@ namespace {
 constexpr AttentionShape kShape{.layers = 2, .q_heads = 4, .kv_heads = 2, .head_dim = 32};
 
 EngineOptions small_options(std::uint32_t near_blocks) {
-  EngineOptions options{
-      .shape = kShape, .kv_dtype = DType::f32, .largest = {.decode_rows = 2}, .threads = 3, .pin_threads = false};
+  EngineOptions options{.shape = kShape,
+                        .kv_dtype = DType::f32,
+                        .policies = {},
+                        .largest = {.decode_rows = 2},
+                        .threads = 3,
+                        .pin_threads = false};
   const std::uint64_t block = PageLayout{.head_dim = 32, .dtype = DType::f32}.page_bytes() * 4;
   options.host_bytes = 30 * block;
   options.near_bytes = near_blocks * block;

@@ -27,6 +27,7 @@ EngineOptions options_for(const EngineRig& rig, std::uint32_t blocks) {
   EngineOptions options{.shape = kShape,
                         .page_tokens = 8,
                         .kv_dtype = rig.kv_dtype,
+                        .policies = {},
                         .largest = {.decode_rows = 4, .prefill_rows = 30, .prefills = 3}};
   for (const char* policy : kPolicies) make_room_for(parse_policy(policy), kTokens, options);
   options.host_bytes = blocks * block_bytes(options);

@@ -60,8 +60,12 @@ struct Hook {
 };
 
 EngineOptions options_for(const EngineRig& rig, const std::shared_ptr<Hook>& hook) {
-  EngineOptions options{
-      .shape = kShape, .kv_dtype = rig.kv_dtype, .largest = {.unbounded = true}, .threads = 3, .pin_threads = false};
+  EngineOptions options{.shape = kShape,
+                        .kv_dtype = rig.kv_dtype,
+                        .policies = {},
+                        .largest = {.unbounded = true},
+                        .threads = 3,
+                        .pin_threads = false};
   options.host_bytes = 1200 * block_bytes(options);
   options.import_rows = 500;
   options.before_answer = [hook] { hook->pass(); };
@@ -110,8 +114,12 @@ TEST_CASE("a sequence of several turns of loading comes back whole, and its dama
   constexpr std::uint32_t kBytes = (kThreadSanitized ? 80u : 160u) << 20;
   const std::uint32_t tokens = kBytes / (2 * kLarge.layers * kLarge.kv_heads * kLarge.head_dim) /
                                static_cast<std::uint32_t>(bytes_of(rig.kv_dtype));
-  EngineOptions options{
-      .shape = kLarge, .kv_dtype = rig.kv_dtype, .largest = {.unbounded = true}, .threads = 3, .pin_threads = false};
+  EngineOptions options{.shape = kLarge,
+                        .kv_dtype = rig.kv_dtype,
+                        .policies = {},
+                        .largest = {.unbounded = true},
+                        .threads = 3,
+                        .pin_threads = false};
   options.largest.max_tokens = (tokens / 16 + 2) * 16;
   options.host_bytes = 2 * (options.largest.max_tokens / options.page_tokens + 1) * block_bytes(options);
   options.import_rows = 500;

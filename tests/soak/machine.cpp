@@ -101,7 +101,8 @@ EngineOptions options_for(const MachineKind& kind, EngineOptions options, std::v
 EngineOptions options_of(const MachineKind& kind, const Terrain& terrain, std::uint64_t seed,
                          std::vector<std::string>& policies) {
   Random random(seed);
-  EngineOptions options{.shape = terrain.shape, .page_tokens = one_of(random, {8u, 16u, 16u, 32u, 64u})};
+  EngineOptions options{
+      .shape = terrain.shape, .page_tokens = one_of(random, {8u, 16u, 16u, 32u, 64u}), .policies = {}};
   options.kv_dtype = terrain.kv_dtypes[random.below(static_cast<std::uint32_t>(terrain.kv_dtypes.size()))];
   options.largest = {.drafts = one_of(random, {1u, 1u, 2u, 3u, 4u}), .prefill_rows = 8 + random.below(150)};
   options.largest.decode_rows = options.largest.drafts * (1 + random.below(10 / options.largest.drafts));

@@ -151,6 +151,7 @@ EngineOptions decoding_options(const EngineRig& rig, const std::vector<DecodedLi
   const auto rows = static_cast<std::uint32_t>(lines.size());
   EngineOptions options{.shape = kShape,
                         .kv_dtype = rig.kv_dtype,
+                        .policies = {},
                         .largest = {.decode_rows = rows},
                         .sequences = rows,
                         .threads = 2,

@@ -22,6 +22,7 @@ inline EngineOptions draft_options(const EngineRig& rig, const AttentionShape& s
   EngineOptions options{.shape = shape,
                         .page_tokens = kPageTokens,
                         .kv_dtype = rig.kv_dtype,
+                        .policies = {},
                         .largest = {.decode_rows = drafts * teams, .drafts = drafts, .unbounded = true},
                         .threads = 2,
                         .pin_threads = false};

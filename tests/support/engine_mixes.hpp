@@ -29,7 +29,8 @@ inline const std::vector<std::uint32_t> kWindows[] = {{}, {0, 11}, {21, 9}};
 inline constexpr std::uint32_t kSlack = 3;
 
 inline EngineOptions mix_options(const EngineRig& rig, std::uint32_t near_blocks, std::uint32_t windows = 0) {
-  EngineOptions options{.shape = kShape, .page_tokens = kPageTokens, .kv_dtype = rig.kv_dtype, .largest = kLargest};
+  EngineOptions options{
+      .shape = kShape, .page_tokens = kPageTokens, .kv_dtype = rig.kv_dtype, .policies = {}, .largest = kLargest};
   options.host_bytes = 40 * block_bytes(options);
   options.near_bytes = near_blocks * near_block_bytes(options);
   options.windows = kWindows[windows];

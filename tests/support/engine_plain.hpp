@@ -15,8 +15,12 @@ inline constexpr double kTolerance = 1e-3;
 
 /// Room for `blocks` far and `near` near blocks.
 inline EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::uint32_t blocks, std::uint32_t near) {
-  EngineOptions options{
-      .shape = kShape, .kv_dtype = rig.kv_dtype, .largest = {.decode_rows = rows}, .threads = 2, .pin_threads = false};
+  EngineOptions options{.shape = kShape,
+                        .kv_dtype = rig.kv_dtype,
+                        .policies = {},
+                        .largest = {.decode_rows = rows},
+                        .threads = 2,
+                        .pin_threads = false};
   options.host_bytes = blocks * block_bytes(options);
   options.near_bytes = near * near_block_bytes(options);
   options.sequences = 8;

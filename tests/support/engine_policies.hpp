@@ -23,6 +23,7 @@ inline EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::
   EngineOptions options{
       .shape = kShape,
       .kv_dtype = rig.kv_dtype,
+      .policies = {},
       .largest = {.decode_rows = rows, .prefill_rows = kChunk, .prefills = 2, .unbounded = true, .rehearsed = true},
       .threads = 2,
       .pin_threads = false};

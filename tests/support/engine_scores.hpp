@@ -179,6 +179,7 @@ inline EngineOptions options_for(const EngineRig& rig, const AttentionShape& sha
                                  std::uint32_t near) {
   EngineOptions options{.shape = shape,
                         .kv_dtype = rig.kv_dtype,
+                        .policies = {},
                         .largest = {.decode_rows = rows, .scores = true},
                         .threads = 2,
                         .pin_threads = false};

@@ -16,6 +16,7 @@ namespace sluice::test {
 /// Room for one prompt of 2,048 tokens and its answer.
 inline EngineOptions engine_options(const tools::Model& model, DType kv_dtype, std::uint32_t chunk) {
   EngineOptions options;
+  options.policies.clear();
   options.shape = model.config().shape();
   options.kv_dtype = kv_dtype;
   options.host_bytes = 64 * MiB;

@@ -58,6 +58,7 @@ std::shared_ptr<BreakingDevice> make_device() {
 
 EngineOptions options_of(const std::string& policy) {
   EngineOptions options;
+  options.policies.clear();
   options.shape = {.layers = 2, .q_heads = 4, .kv_heads = 2, .head_dim = 64};
   options.page_tokens = kPage;
   options.sequences = kBatch;

@@ -181,18 +181,14 @@ EngineOptions sized(const EngineFlags& flags, const AttentionShape& shape, std::
                      .audit = flags.audit_every != 0};
   options.sequences = room.apart == 0 ? 1 : 2;
   options.prompt_queries = options.max_picks = options.max_ranked = options.max_window = 1;
-  for (const PolicySpec& policy : policies) {
-    refuse_scores(policy);
-    make_room_for(policy, room.tokens, options);
-  }
-  if (options.cpu_sequences != 0) options.cpu_sequences = options.sequences;
-  if (options.cluster_sequences != 0) options.cluster_sequences = options.sequences;
+  for (const PolicySpec& policy : policies) refuse_scores(policy);
+  options.policies.assign(policies.begin(), policies.end());
   options.prefill = room.prefill;
   options.import_rows = std::min(options.import_rows, room.tokens);
   options.threads = flags.threads;
   options.cores = flags.cores;
   options.timeout = flags.timeout;
-  return options;
+  return resolved(options);
 }
 
 Json to_json(const EngineOptions& options) {

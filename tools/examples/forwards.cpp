@@ -11,7 +11,9 @@ int main() {
   options.shape = kShape;
   options.host_bytes = 64 * sluice::MiB;
   options.near_bytes = 4 * sluice::MiB;
-  options.largest = {.decode_rows = 4, .prefill_rows = 256, .prefills = 1, .unbounded = true};
+  const auto policy = sluice::parse_policy("exact | int4 | top_p=0.95 | near=0");
+  options.policies = {policy};  // What sequences will be begun with.
+  options.largest = {.decode_rows = 4, .prefill_rows = 256, .prefills = 1};
   sluice::Engine engine(options);  // No device given: no GPU needed, and a null stream computes at once.
 
   // A model computes q, k and v; here they are random.
@@ -37,7 +39,6 @@ int main() {
     engine.finish(batch);  // Its sequences have their new tokens; or it throws, none has, and it may be planned again.
   };
 
-  const auto policy = sluice::parse_policy("exact | int4 | top_p=0.95 | near=0");
   const sluice::SequenceId a = engine.begin(policy), b = engine.begin(policy);
   const sluice::Bucket mixed{.decode_rows = 1, .prefill_rows = 256, .prefills = 1, .unbounded = true};
   forward({{.sequence = a, .tokens = 256, .prefill = true}}, mixed);

@@ -35,6 +35,7 @@ GGUF = ".gguf"
 _OTHERS = {"layers": "the model", "q_heads": "the model", "kv_heads": "the model", "head_dim": "the model",
            "scale": "the model", "softcap": "the model", "windows": "the model",
            "device": "--device", "host_bytes": "--host-bytes", "near_bytes": "--near-bytes",
+           "policies": "--policy",
            "sequences": "--sequences", "largest": "--sequences and --prefill-rows"}
 # One of these is in the name of a file of any tokenizer.
 _TOKENIZERS = ("token", "vocab", "merges", "spiece", "sentencepiece", "tekken", ".model", ".gguf")

@@ -74,13 +74,8 @@ class PackedModel:
                               host_bytes=host_bytes // ranks_of(model), sequences=sequences,
                               largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences,
                                              max_tokens=self.context),
-                              **options)
-        made.make_room_for(policy, self.context)
-        _refuse_scores(made, policy)
-        if made.cpu_sequences:
-            made.cpu_sequences = sequences
-        if made.cluster_sequences:
-            made.cluster_sequences = sequences
+                              policies=[policy], **options)
+        _refuse_scores(made.resolved(), policy)
         choose_near(made, options.get("near_bytes"), self.context, SERVED_SHARE)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         # No mask is registered for this name, and so none is made: the engine knows which rows are whose.

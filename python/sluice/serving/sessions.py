@@ -162,7 +162,7 @@ class Session:
     def _compare(self, tokens: int, ids: Sequence[int]) -> None:
         """All of the file's tokens have names. Found are full pages, and none with the prompt's last tokens."""
         options = self._model.engine.options
-        unseen = options.page_tokens + max(options.prompt_queries, 1)
+        unseen = options.page_tokens + max(self._model.engine.sizes.prompt_queries, 1)
         found = self._model.engine.match_prefix(self._model.policy, ids)
         if found == 0 and min(tokens, len(ids)) >= unseen:
             raise self._refusal(InvalidArgument("the prompt begins otherwise"))

@@ -61,14 +61,13 @@ def engine_options(config: Any, layers: Sequence[Any], settings: Settings, devic
         sequences=scheduler.max_num_seqs + (settings.disk is not None),
         in_flight=2, window_slack=0, prompt_queries=1,
         largest=Bucket(decode_rows=scheduler.max_num_seqs, prefill_rows=scheduler.max_num_batched_tokens,
-                       prefills=scheduler.max_num_seqs, max_tokens=context), **options)
-    made.make_room_for(settings.policy, context)
-    if Features.REHEARSED in made.largest.features:
+                       prefills=scheduler.max_num_seqs, max_tokens=context),
+        policies=[settings.policy], **options)
+    resolved = made.resolved()
+    if Features.REHEARSED in resolved.largest.features:
         raise Unsupported(f"{OWNER}policy {settings.policy} chooses by rehearsed queries, which models of vLLM do not "
                           "hand over; leave the stage rehearsed out")
-    _refuse_scores(made, settings.policy)
-    made.cpu_sequences = made.cpu_sequences and made.sequences
-    made.cluster_sequences = made.cluster_sequences and made.sequences
+    _refuse_scores(resolved, settings.policy)
     return made
 
 

@@ -243,7 +243,7 @@ class Forwards:
         """A request whose first tokens are known. None: some of them have been forgotten, and it fails."""
         # No more are found than vLLM was told of, though more may be known by now: it gives the others. The policy
         # wants the queries of the last tokens of what is asked for.
-        begun = prompt.ids[: rows.first + self.engine.options.prompt_queries]
+        begun = prompt.ids[: rows.first + self.engine.sizes.prompt_queries]
         number = self._begin(begun, prompt.salt)
         self._sequences[rows.request] = kept = _Sequence(number, self.engine.tokens(number), prompt)
         if kept.tokens != rows.first:

@@ -67,10 +67,8 @@ EngineOptions SyntheticForwards::sizes(const SyntheticForwardsOptions& options) 
   sizes.largest.top_k = false;
   sizes.max_picks = sizes.max_ranked = sizes.max_window = sizes.prompt_queries = 1;
   refuse_scores(options.policy);
-  make_room_for(options.policy, sizes.largest.max_tokens, sizes);
-  if (sizes.cpu_sequences != 0) sizes.cpu_sequences = options.rows;
-  if (sizes.cluster_sequences != 0) sizes.cluster_sequences = options.rows;
-  return sizes;
+  sizes.policies = {options.policy};
+  return resolved(sizes);
 }
 
 std::vector<double> SyntheticForwards::time(std::uint32_t count, bool graph, std::vector<double>* calling) {
