@@ -144,9 +144,3 @@ void require_served(const PolicySpec& policy, const EngineOptions& options, cons
 }
 
 }  // namespace sluice::runtime
-
-namespace sluice {
-
-std::vector<PolicySpec> default_policies() { return {parse_policy("sluice"), parse_policy("full")}; }
-
-}  // namespace sluice

@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "scheduler/policy/policies.hpp"
+#include "sluice/engine_options.hpp"
 
 namespace sluice {
 
@@ -29,6 +30,8 @@ const std::vector<PolicyPreset>& policy_presets() {
   };
   return presets;
 }
+
+std::vector<PolicySpec> default_policies() { return {scheduler::sluice_spec(), scheduler::full_spec()}; }
 
 }  // namespace sluice
 
