@@ -174,7 +174,7 @@ sluice_engine_options changed(const sluice_engine_options& given, const EngineOp
 }
 
 /// sluice::default_policies(), by their names.
-constexpr const char* kPolicies[] = {"sluice", "full"};
+constexpr const char* kPolicies[] = {"sluice"};
 
 }  // namespace
 
@@ -186,9 +186,18 @@ sluice_engine_options default_options() {
   return options;
 }
 
+sluice_engine_options default_options(std::size_t struct_size) {
+  sluice_engine_options options = default_options();
+  if (struct_size > offsetof(sluice_engine_options, policies)) return options;
+  // As before there were policies, for which these have bounds.
+  options.cpu_sequences = options.cluster_sequences = 0;
+  options.max_clusters = 4096;
+  return options;
+}
+
 sluice_engine_options read_options(const sluice_engine_options* options) {
   sluice_engine_options defaults = default_options();
-  // Who does not know the field has said all of it by other options.
+  // A caller that does not know the field has said all of it by other options.
   defaults.policy_count = 0;
   defaults.policies = nullptr;
   return read_sized(options, kName, defaults);
@@ -338,7 +347,8 @@ bool switch_of(std::uint32_t value, const char* name) {
 using namespace sluice;
 
 sluice_status sluice_engine_options_init(sluice_engine_options* options, size_t struct_size) {
-  return capi::guarded([&] { capi::init_sized(options, struct_size, capi::default_options(), capi::kName); });
+  return capi::guarded(
+      [&] { capi::init_sized(options, struct_size, capi::default_options(struct_size), capi::kName); });
 }
 
 sluice_status sluice_engine_options_make_room_for(sluice_engine_options* options, const char* policy, uint32_t tokens) {

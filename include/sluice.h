@@ -240,7 +240,7 @@ typedef struct sluice_engine_options {
   /// SLUICE_PREFILL_FULL, parking, and policies but those that attend everything or choose among all tokens by copies
   /// of keys (`exact | int4`) or scores
   uint64_t value_dim;
-  /// Since version 8: policies that sequences will be begun with, as in sluice_engine_begin ("sluice" and "full"). The
+  /// Since version 8: policies that sequences will be begun with, as in sluice_engine_begin ("sluice"). The
   /// engine has room for what they want of sequences of largest_max_tokens, beside what largest_features,
   /// prompt_queries, max_picks, digests, max_ranked, max_window, max_clusters, code_bits and forecasts say; others are
   /// served as far as they want no more. One engine has digests of one kind, and copies of keys of one width. 0, and in

@@ -45,7 +45,8 @@ inline constexpr float kFetchAuto = -1.f;
 /// EngineOptions::cpu_sequences and ::cluster_sequences: as many as live at once.
 inline constexpr std::uint32_t kAllSequences = kNone;
 
-/// `sluice`, and dense attention, `full`: what an engine is for unless it is told otherwise.
+/// `sluice`: what an engine is for unless it is told otherwise. Not `full`, whose lists of all tokens take memory, and
+/// a bucket without it chooses faster.
 [[nodiscard]] std::vector<PolicySpec> default_policies();
 
 /// Everything that is fixed when an Engine is built.
@@ -110,8 +111,10 @@ struct EngineOptions {
   /// Policies that sequences will be begun with. An engine is built with room for what they want of sequences of
   /// largest.max_tokens: features of the largest bucket, copies and digests of keys, queries of prompts, tokens and
   /// pages to choose. Other policies are served as far as they want no more. One engine has digests of one kind, and
-  /// copies of keys of one width. Engine::sizes() and Engine::options() say what it came to. Empty: nothing but what
-  /// the options below and `largest` say.
+  /// copies of keys of one width. Engine::sizes() and Engine::options() say what it came to. A policy that attends
+  /// everything or a share of the mass takes 4 bytes of device and pinned memory for each decode row, KV head and token
+  /// of a sequence, and with `audit` as much in each layer: bound largest.max_tokens. Empty: nothing but what the
+  /// options below and `largest` say.
   std::vector<PolicySpec> policies = default_policies();
   /// Of all buckets; forwards of smaller ones take no memory of their own. `policies` add the features that they want.
   /// Its max_tokens become what host_bytes hold if they are 0 or more than that, and whole pages. With `audit`, each
@@ -127,7 +130,7 @@ struct EngineOptions {
   /// and choose (`history | int4`, top_k; top_p in unbounded buckets): then it does, and the CPU learns beside. Takes
   /// pinned memory of each of these sequences, a bit for each token, layer and query head. With Handover::device, and
   /// a device given: without one the cores that would estimate all keys had better read the few that are proposed.
-  /// As the seven that are named in EngineSizes, too, it can be set to have more room than `policies` want.
+  /// It can be set to have more room than `policies` want, as the options that EngineSizes has, too.
   bool forecasts = false;
   /// What policies of these sequences may keep on the heap, which grows with their tokens; 0: no bound. Each sequence
   /// counts for the most that its policy may keep of the tokens it has, a fork in full: of its keys and values in bf16,
@@ -154,7 +157,7 @@ struct EngineOptions {
   std::uint32_t cluster_sequences = kAllSequences;
   /// Of a KV head of a sequence. 0: as many as `policies` want; if none does, 4096: with size=32, 131,072 tokens
   std::uint32_t max_clusters = 0;
-  std::uint32_t import_rows = 512;    ///< tokens of one import
+  std::uint32_t import_rows = 512;  ///< tokens of one import
   /// Tokens of keys that a chunk of a prompt attends at a time, in device memory. If blocks of prompts are chosen, all
   /// that the largest bucket's longest sequence has.
   std::uint32_t prefill_window = 4096;
@@ -181,7 +184,7 @@ struct EngineOptions {
   /// A layer waits no longer for the far part: by the device's clock from when it begins to; from when the question is
   /// seen, and by the clock of a process that runs, where its kernels do not wait.
   std::chrono::milliseconds answer_timeout{1'000};
-  std::chrono::milliseconds timeout{30'000};        ///< every wait of a call; [1 ms, 1 h]
+  std::chrono::milliseconds timeout{30'000};  ///< every wait of a call; [1 ms, 1 h]
   /// Called by a thread before each part of an answer or of a job: a look, an audit, a copy. For tests that stall it.
   std::function<void()> before_answer{};
 };

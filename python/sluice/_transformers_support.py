@@ -79,6 +79,9 @@ def refuse_of_the_model(options: Iterable[str]) -> None:
     given = sorted({"scale", "softcap", "windows"}.intersection(options))
     if given:
         raise InvalidArgument(f"{', '.join(given)}: the model itself says that; leave it out")
+    if "policies" in options:
+        raise InvalidArgument("policies: the engine is for the policy that enable is given; leave it out, and enable the "
+                              "model anew for another policy")
 
 
 def dense_tokens(policy: str, device: torch.device, ranks: int) -> int:

@@ -125,7 +125,7 @@ class EngineOptions:
     prefix_decoded: bool | None = None  #: tokens that were decoded are found as parts of prompts, too
     prefix_bytes: int | None = None  #: of host_bytes, for pages of named tokens that no sequence has
     policies: Sequence[str] | None = None  #: that sequences will be begun with, for which the engine has room: "sluice"
-    #: and "full" if None; others are served as far as they want no more
+    #: if None; others are served as far as they want no more
     largest: Bucket | None = None  #: of all buckets; `policies` add the features that they want
     in_flight: int | None = None  #: forwards that are planned and not finished
     sequences: int | None = None  #: that live at once

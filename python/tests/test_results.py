@@ -277,4 +277,4 @@ def test_options_are_what_was_made() -> None:
     assert (made.placement, made.fetch_share, made.handover) == ("hybrid", 0.375, "stream")
     assert made.pin_threads is False and made.timeout_ms == 30_000 and made.forecasts is False
     assert made.largest is not None and made.largest.features == sluice.Features.TOP_K | sluice.Features.UNBOUNDED
-    assert made.policies == ["sluice", "full"]
+    assert made.policies == ["sluice"]

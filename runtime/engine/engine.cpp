@@ -225,7 +225,6 @@ void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions
   translated([&] {
     EngineOptions raised = options;
     raised.policies.clear();
-    runtime::make_room(policy, tokens, raised);
     const bool on_cpu = scheduler::chooser(policy) == scheduler::Chooser::cpu;
     for (const auto& [wants, sequences] :
          {std::pair(on_cpu, &EngineOptions::cpu_sequences),
@@ -233,6 +232,7 @@ void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions
       if (raised.*sequences == kAllSequences) raised.*sequences = 0;
       if (wants) raised.*sequences = std::max(raised.*sequences, 1u);
     }
+    runtime::make_room(policy, tokens, raised);
     options = std::move(raised);
   });
 }

@@ -39,7 +39,7 @@ void Engine::Impl::require_place(const PolicySpec& spec, std::uint32_t tokens) c
     throw Error(Errc::out_of_capacity,
                 "as many sequences live as EngineOptions::cpu_sequences says whose policies choose on the CPU, " +
                     text(options.cpu_sequences) +
-                    (options.cpu_sequences == 0 ? "; name the policy in EngineOptions::policies"
+                    (options.cpu_sequences == 0 ? "; name the policy in EngineOptions::policies, and leave cpu_sequences out"
                                                 : "; raise it, or end one first"));
   if (scheduler::clusters_on_device(spec) && free_clusters.empty())
     throw Error(Errc::out_of_capacity,

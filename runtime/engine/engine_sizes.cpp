@@ -51,11 +51,22 @@ void require_counted(const PolicySpec& policy, const EngineOptions& options) {
   const auto require = [](bool wants, std::uint32_t count, const char* field, const char* where) {
     if (wants && count == 0)
       throw Error(Errc::invalid_argument, std::string(field) + " is 0, and the policy chooses " + where +
-                                              "; raise it, or leave it kAllSequences");
+                                              "; raise it, or leave it out");
   };
   require(scheduler::chooser(policy) == scheduler::Chooser::cpu, options.cpu_sequences, "cpu_sequences", "on the CPU");
   require(scheduler::clusters_on_device(policy), options.cluster_sequences, "cluster_sequences",
           "among clusters on the device");
+}
+
+/// A policy can want more of sequences as long as these than an engine may have.
+void require_possible(const EngineOptions& options) {
+  try {
+    validate(options);
+  } catch (const Error& error) {
+    throw Error(error.code(), std::string(error.what()) + " (of sequences of " +
+                                  std::to_string(options.largest.max_tokens) +
+                                  " tokens); lower largest.max_tokens or what the policy keeps");
+  }
 }
 
 }  // namespace
@@ -68,6 +79,7 @@ EngineOptions with_policies(const EngineOptions& options) {
     try {
       require_counted(policy, options);
       make_room(policy, raised.largest.max_tokens, raised);
+      require_possible(raised);
     } catch (const Error& error) {
       const std::string name = policy.name.empty() ? to_string(policy) : policy.name;
       throw Error(error.code(), "EngineOptions::policies: `" + name + "`: " + error.what());
@@ -75,7 +87,7 @@ EngineOptions with_policies(const EngineOptions& options) {
   }
   raised.cpu_sequences = scheduler::cpu_sequences(raised);
   raised.cluster_sequences = scheduler::cluster_sequences(raised);
-  validate(raised);  // A policy can want more than there may be.
+  validate(raised);
   return raised;
 }
 
@@ -105,7 +117,7 @@ void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& op
                                        " bits, and EngineOptions::code_bits is " + std::to_string(options.code_bits) +
                                        ", for the policies before it or as it was set; write " +
                                        (bits == kCodeBits ? "int3" : "int4") +
-                                       ", or give the policy an engine of its own");
+                                       ", leave it out of EngineOptions::policies, or give it an engine of its own");
   if (needs.bucket.pages) options.digests = policy.pages.digest;
   if (bits != 0) options.code_bits = bits;
   Bucket& bucket = options.largest;

@@ -31,7 +31,7 @@ const std::vector<PolicyPreset>& policy_presets() {
   return presets;
 }
 
-std::vector<PolicySpec> default_policies() { return {scheduler::sluice_spec(), scheduler::full_spec()}; }
+std::vector<PolicySpec> default_policies() { return {scheduler::sluice_spec()}; }
 
 }  // namespace sluice
 

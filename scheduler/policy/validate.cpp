@@ -183,6 +183,10 @@ std::vector<std::string> unsupported_reasons(const PolicySpec& spec) {
   const BudgetKind kind = spec.budget.kind;
 
   refuse_beside_scores(spec, reasons);
+  constexpr auto kSources = static_cast<std::uint16_t>(2 * static_cast<std::uint16_t>(Source::labels) - 1);
+  refuse_if((spec.sources & ~kSources) != 0, "sources has bits that are no Source; use those of the enumeration");
+  refuse_if(spec.uses(Source::exact) && spec.uses(Source::labels),
+            "source exact has every token already, and labels add none; drop one of them");
   refuse_if(all && !only(Source::all), "source all already attends every token; drop it or the sources beside it");
   refuse_if(!scored && (!exact || kind != BudgetKind::top_k),
             all ? "source all attends every token without looking at it; to estimate or cut, write exact instead"

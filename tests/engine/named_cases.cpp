@@ -41,14 +41,13 @@ void require_refused(Call&& call, Errc code, std::initializer_list<const char*> 
 }  // namespace
 
 TEST_CASE("an engine that is told of a policy serves it, whoever chooses", "[engine][named]") {
-  constexpr std::array kPolicies{
-      "lfps",
-      "magicpig",
-      "history:observe_every=4 | int4 | top_k=24 | near=0,sinks=4,recent=20",
-      "snapkv:budget=90,window=40",
-      "exact | top_p=0.8 | near=0,sinks=2,recent=7",
-      "pages:quest,budget=96 | top_k=9 | near=0,sinks=4,recent=20",
-      "exact | channels=8 | top_k=40 | near=0,sinks=4,recent=0"};
+  constexpr std::array kPolicies{"lfps",
+                                 "magicpig",
+                                 "history:observe_every=4 | int4 | top_k=24 | near=0,sinks=4,recent=20",
+                                 "snapkv:budget=90,window=40",
+                                 "exact | top_p=0.8 | near=0,sinks=2,recent=7",
+                                 "pages:quest,budget=96 | top_k=9 | near=0,sinks=4,recent=20",
+                                 "labels:channels=8,budget=40 | top_k=max(1, 100%) | near=0,sinks=4,recent=0"};
   const auto* const text = GENERATE_COPY(from_range(kPolicies));
   CAPTURE(text);
   const EngineRig rig = engine_rig();
@@ -59,22 +58,20 @@ TEST_CASE("an engine that is told of a policy serves it, whoever chooses", "[eng
   both.decode(286);
 }
 
-TEST_CASE("an engine is for the default policy and dense attention unless it is told otherwise", "[engine][named]") {
+TEST_CASE("an engine is for the default policy unless it is told otherwise", "[engine][named]") {
   const EngineRig rig = engine_rig();
   Engine engine(bare(rig), rig.device);
   REQUIRE(engine.options().largest.top_k);
-  REQUIRE(engine.options().largest.unbounded);
+  REQUIRE_FALSE(engine.options().largest.unbounded);
   REQUIRE(engine.options().cpu_sequences == 0);
   REQUIRE(engine.options().cluster_sequences == 0);
   REQUIRE(engine.sizes().code_bits == 4);
   const Story story(kShape, 200, 78);
-  Teller dense{.story = &story, .id = engine.begin(parse_policy("full"))};
   Teller sampled{.story = &story, .id = engine.begin(parse_policy("sluice"))};
-  for (Teller* const teller : {&dense, &sampled}) {
-    prefill(engine, rig, *teller, 190);
-    const std::vector<float> out = decode(engine, rig, *teller);
-    REQUIRE(error_of(out, story, 190) < tolerance(rig));  // So few tokens are all drawn.
-  }
+  prefill(engine, rig, sampled, 190);
+  const std::vector<float> out = decode(engine, rig, sampled);
+  REQUIRE(error_of(out, story, 190) < tolerance(rig));  // So few tokens are all drawn.
+  require_refused([&] { (void)engine.begin(parse_policy("full")); }, Errc::unsupported, {"EngineOptions::policies"});
   require_refused([&] { (void)engine.begin(parse_policy("lfps")); }, Errc::out_of_capacity,
                   {"EngineOptions::policies"});
   require_refused([&] { (void)engine.begin(parse_policy("quest | near=0")); }, Errc::unsupported,
@@ -108,8 +105,7 @@ TEST_CASE("room is made for what policies want of the longest sequence, and for 
   require_refused([&] { (void)few.begin(parse_policy("lfps")); }, Errc::out_of_capacity, {"cpu_sequences", "1"});
 }
 
-TEST_CASE("policies that no engine serves, or not beside each other, are refused when it is built",
-          "[engine][named]") {
+TEST_CASE("policies that no engine serves, or not beside each other, are refused when it is built", "[engine][named]") {
   const EngineRig rig = engine_rig();
   const auto refused = [&](const EngineOptions& options, Errc code, std::initializer_list<const char*> words) {
     require_refused([&] { Engine engine(options, rig.device); }, code, words);
@@ -142,4 +138,24 @@ TEST_CASE("copies of keys are of the width that policies name", "[engine][named]
   REQUIRE(scored.sizes().code_bits == 0);
   REQUIRE(scored.options().largest.scores);
   REQUIRE(scored.memory().codes == 0);
+}
+
+TEST_CASE("room is made for several policies in any order", "[engine][named]") {
+  const EngineRig rig = engine_rig();
+  constexpr std::array kBoth{"exact | int4 | top_k=9 | near=0", kClustered};
+  for (const auto& [first, second] : {std::pair(0, 1), std::pair(1, 0)}) {
+    CAPTURE(first);
+    EngineOptions options = bare(rig);
+    make_room_for(parse_policy(kBoth[first]), 200, options);
+    make_room_for(parse_policy(kBoth[second]), 200, options);
+    REQUIRE(options.cluster_sequences == 1);
+    REQUIRE(options.largest.top_k);
+  }
+}
+
+TEST_CASE("a policy that wants more than an engine may have is named, and what helps", "[engine][named]") {
+  const EngineRig rig = engine_rig();
+  EngineOptions options = named(bare(rig), {"exact | int4 | top_k=2% | near=0,recent=1048576"});
+  require_refused([&] { (void)resolved(options); }, Errc::invalid_argument,
+                  {"EngineOptions::policies: `", "max_window", "lower largest.max_tokens"});
 }

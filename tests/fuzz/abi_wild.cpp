@@ -70,7 +70,9 @@ void World::wild_options(Bytes& bytes) {
     const std::uint32_t word = 1 + bytes.below(kWords - 1);
     const std::size_t at = word * sizeof(std::uint32_t);
     const auto within = [&](std::size_t field) { return at >= field && at < field + sizeof(void*); };
-    if (within(offsetof(sluice_engine_options, cores)) || within(offsetof(sluice_engine_options, windows))) continue;
+    if (within(offsetof(sluice_engine_options, cores)) || within(offsetof(sluice_engine_options, windows)) ||
+        within(offsetof(sluice_engine_options, policies)))
+      continue;
     if (at == offsetof(sluice_engine_options, device_type)) continue;  // A GPU that there may be.
     const auto value = static_cast<std::uint32_t>(bytes.odd());
     std::memcpy(reinterpret_cast<unsigned char*>(&options) + at, &value, sizeof value);
@@ -78,6 +80,9 @@ void World::wild_options(Bytes& bytes) {
   // As many cores as the machine may have are read.
   static const std::vector<std::uint32_t> cores(4096, 0);
   if (options.core_count != 0) options.cores = cores.data();
+  // And as many policies as may be named.
+  static const std::vector<const char*> policies(1024, "full:near=0");
+  if (options.policy_count > 1) options.policies = policies.data();
   sluice_memory memory{};
   memory.struct_size = sizeof memory;
   const bool sound = call(sluice_engine_options_memory_needed(&options, &memory));

@@ -48,6 +48,7 @@ void add(const ForwardTrace& trace, std::uint32_t layers, bool streams, Samples&
 }  // namespace
 
 double scored_share(const PolicySpec& policy, double counted) noexcept {
+  if (policy.uses(Source::labels)) return 1.0;  // Their channels are read of every token, which is not counted.
   return counted == 0.0 && scheduler::chooser(policy) == scheduler::Chooser::cpu ? 1.0 : counted;
 }
 

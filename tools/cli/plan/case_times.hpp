@@ -28,7 +28,7 @@ struct CaseTimes {
 };
 
 /// Of the tokens, those whose keys count as read where the CPU chooses: as many as an engine has counted, or all where
-/// a policy keeps something else of each, such as labels, which are not counted.
+/// a policy reads something else of each, such as its channels for labels, which is not counted.
 [[nodiscard]] double scored_share(const PolicySpec& policy, double counted) noexcept;
 
 /// Times engines of their own on the layer: one that is not traced, and one that is.

@@ -96,10 +96,13 @@ const char* placement_of(const Workload& work) noexcept {
   return all_near ? kNear : to_string(work.placement);
 }
 
+/// Of more tokens than an engine can have, too.
 Bucket decoding_bucket(const Workload& work) {
-  Bucket bucket = options_of(work).largest;
-  bucket.prefill_rows = bucket.prefills = 0;
-  return bucket;
+  EngineOptions options{.shape = work.shape, .page_tokens = work.page_tokens, .kv_dtype = work.kv_dtype};
+  const auto pages = static_cast<std::uint32_t>(div_up(work.tokens, work.page_tokens));
+  options.largest = {.decode_rows = work.rows, .max_tokens = pages * work.page_tokens, .top_k = false};
+  make_room_for(work.policy, work.tokens, options);
+  return options.largest;
 }
 
 WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t reserved) {
