@@ -80,8 +80,8 @@ def refuse_of_the_model(options: Iterable[str]) -> None:
     if given:
         raise InvalidArgument(f"{', '.join(given)}: the model itself says that; leave it out")
     if "policies" in options:
-        raise InvalidArgument("policies: the engine is for the policy that enable is given; leave it out, and enable the "
-                              "model anew for another policy")
+        raise InvalidArgument("policies: the engine is for the policy that the model is given; leave it out, and give "
+                              "the model another policy")
 
 
 def dense_tokens(policy: str, device: torch.device, ranks: int) -> int:

@@ -259,7 +259,19 @@ TEST_CASE("policies that are named have room in the engine", "[capi][options]") 
               {"EngineOptions::policies"});
 }
 
-TEST_CASE("who knows no policies has what the other options say", "[capi][options]") {
+TEST_CASE("a struct of version 7 gets the defaults that it had", "[capi][options]") {
+  sluice_engine_options options{};
+  constexpr std::size_t kBytes = offsetof(sluice_engine_options, policy_count);
+  options.policy_count = 77;
+  require_ok(sluice_engine_options_init(&options, kBytes));
+  CHECK(options.struct_size == kBytes);
+  CHECK(options.cpu_sequences == 0);
+  CHECK(options.cluster_sequences == 0);
+  CHECK(options.max_clusters == 4096);
+  CHECK(options.policy_count == 77);
+}
+
+TEST_CASE("a caller that knows no policies has what its other options say", "[capi][options]") {
   auto options = small_options();
   options.struct_size = offsetof(sluice_engine_options, policy_count);
   options.largest_features = SLUICE_BUCKET_SCORES;

@@ -116,6 +116,11 @@ def test_what_the_model_says(name: str) -> None:
         packed(copy.deepcopy(bare_model("llama")), **{name: None})
 
 
+def test_policies_beside_the_policy() -> None:
+    with pytest.raises(sluice.InvalidArgument, match="policies: the engine is for the policy"):
+        packed(copy.deepcopy(bare_model("llama")), policies=["lfps"])
+
+
 @pytest.mark.parametrize("graphs", ["on", "off"])
 def test_experts(served: Callable[..., Loop], graphs: str) -> None:
     """Rows of padding have experts of their own choice, and change nothing of others."""
