@@ -7,7 +7,7 @@ from statistics import median
 
 from test_figures import figure, raw, reports
 from test_papers import (CHUNKS, ONE, PAGE, SECTIONS, equal_accuracy, held, list_of, near, prompt, rows_of, section,
-                         selectors, tactic_512k)
+                         tactic_512k)
 
 
 def faster_than_topk(k: int | str) -> str:
@@ -55,6 +55,25 @@ def test_bypass_of_a_real_checkpoint() -> None:
         assert cells == [f"{share:.1f}%" if share else "0%", figure(row["kl_over_floor"])]
     lowest, highest = rows["lfps | bypass=off"]["kl_mean_95"]
     assert all(lowest < rows[cells[0]]["kl_mean"] < highest for cells in shown)
+    assert "All mean KLs lie in the 95% interval of `bypass=off`'s." in PAGE
+
+
+def test_selectors_before_a_pruner() -> None:
+    rows = {row["policy"]: row for row in raw("twilight_selectors_smollm2.json")["rows"]}
+    pruner = "int4 | top_p=0.95 | near=0,sinks=4,recent=0 | dense=2"
+    assert f"The pruner is `{pruner}`." in " ".join(PAGE.split())
+    policies = {"all tokens; pruned: `twilight`": ("full", "twilight"),
+                "`quest`": ("quest", f"pages:box,budget=1024 | {pruner} | page=16"),
+                "`double_sparsity:budget=1024 | dense=2`": ("double_sparsity:budget=1024 | dense=2",
+                                                            f"labels:budget=1024 | {pruner}"),
+                "`double_sparsity`, the preset: 6.25%, no dense layers": ("double_sparsity",)}
+    table = section("Twilight").partition("| selector |")[2].partition("\n\n")[0].splitlines()[2:]
+    shown = [[cell.strip().replace("\x01", "|") for cell in line.replace("\\|", "\x01").strip(" |").split("|")]
+             for line in table]
+    assert [name for name, *_ in shown] == list(policies)
+    for name, *cells in shown:
+        found = [f"{figure(rows[policy]['kl_over_floor'])}; {rows[policy]['attended']:.0%}" for policy in policies[name]]
+        assert cells == found + ["-"] * (2 - len(found))
 
 
 # ---- What is said below the tables
@@ -68,7 +87,7 @@ def test_flexprefill_is_said_to_do_what_it_did() -> None:
     said(f"an H200 where dense attention takes {dense:.0f} ms")
     one, chunks = ([prompt("vertical_slash", "flexprefill@0.95", chunk, key) for key in ("select_ms", "total_ms")]
                    for chunk in (ONE, CHUNKS))
-    said(f"Choosing takes {one[0]:.1f} ms of {one[1]:.0f} ms in one piece and "
+    said(f"At gamma 0.95, choosing lines takes {one[0]:.1f} ms of {one[1]:.0f} ms in one piece and "
          f"{chunks[0]:.0f} ms of {chunks[1]:.0f} ms in chunks")
     parts = raw("prompt_budgets.json")["parts"]
     lines, packed = ([row for row in parts[part]["results"]["prefill"]
@@ -139,8 +158,6 @@ def test_shares_that_are_given_as_reasons() -> None:
         assert f"{served_of[policy]['attended_share']:.0%} of" in reasons[row][2]
     (quest,) = [row for row in reports(raw("lfps_h200.json"), "decode") if row["method"] == "hybrid/quest"]
     assert f"{quest['attended_share']:.0%} of" in reasons["the same, x Quest"][2]
-    chosen = reasons["KL x floor: quest; pruned; twilight; Double Sparsity; pruned"]
-    assert chosen[2] == "attended: " + ", ".join(f"{row['attended']:.0%}" for row in selectors())
     share = near("quest_8192_h200.json", "tactic | int4", 131072, 16, "near_share")
     assert f"{share:.0%} are attended" == reasons["the same, 128K"][2]
     assert f"{float(tactic_512k('1', 'near').strip('%')):.0f}% are attended" == reasons["the same, 512K"][2]
