@@ -150,14 +150,9 @@ def equal_accuracy(method: str) -> tuple[float, float]:
             min(row["attended"] for row in own if row["right"] >= 0.98 * dense))
 
 
-def decoded_on_a_cpu() -> str:
-    rows = raw("psa_serve_cpu.json")["rows"]
-    decoded = list_of((1000 * row["largest_batch"] / row["decode_p50_ms"] for row in rows), 0, "; ")
-    return f"{decoded} (with prompts {list_of((row['answer_tokens_per_s'] for row in rows), 1, '; ')})"
-
-
 PSA: dict[str, Callable[[], str]] = {
-    "decoded tokens/s with the next row's budgets: dense; psa; ArkVale": decoded_on_a_cpu,
+    "answer tokens/s on a CPU: dense; psa:mass=0.98; ArkVale with 1,792 tokens": lambda: list_of(
+        (row["answer_tokens_per_s"] for row in raw("psa_serve_cpu.json")["rows"]), 1, "; "),
     "tokens attended at 98% of dense accuracy, less than ArkVale": lambda: (
         f"{equal_accuracy('arkvale')[1] / equal_accuracy('psa')[1]:.1f} times"),
     "requests/s within the limits, x dense, psa": lambda: serving("stream/psa"),
@@ -227,15 +222,6 @@ def tactic_prompt() -> str:
     return f"{32 * kmeans()[32768]['cluster_ms'] / run['ttft_ms']:.0%}"
 
 
-def selectors() -> list[dict]:
-    """Of 4K tokens: Quest, pruned by 4-bit copies; all tokens, pruned; Double Sparsity, pruned."""
-    rows = {row["policy"]: row for row in raw("twilight_selectors_smollm2.json")["rows"]}
-    pruner = "int4 | top_p=0.95 | near=0,sinks=4,recent=0 | dense=2"
-    return [rows[policy] for policy in (
-        "quest", f"pages:box,budget=1024 | {pruner} | page=16", "twilight", "double_sparsity:budget=1024 | dense=2",
-        f"labels:budget=1024 | {pruner}")]
-
-
 TWILIGHT: dict[str, Callable[[], str]] = {
     "x Quest with the same 8,192 candidates": lambda: quest_8192(16),
     "the same, one sequence": lambda: quest_8192(1),
@@ -249,8 +235,6 @@ TWILIGHT: dict[str, Callable[[], str]] = {
                              f"{100 * (1 - min(real('attended', 'twilight'))):.0f}%",
     "perplexity, x dense": lambda: span(real("perplexity_ratio", "twilight"), 3),
     "KL x floor: twilight; quest": lambda: f"{kl('twilight')}; {kl('quest')}",
-    "KL x floor: quest; pruned; twilight; Double Sparsity; pruned": lambda: "; ".join(
-        figure(row["kl_over_floor"]) for row in selectors()),
 }
 TACTIC: dict[str, Callable[[], str]] = {
     "x dense, target 90%, up to 32K tokens": lambda: span(tactic(8192) + tactic(32768)),

@@ -37,9 +37,6 @@ class Tables:
             slash[:, :seen] += weights[:, row, :seen].flip(-1) * scale
         return cls(vertical, slash, sinks)
 
-    def clone(self) -> Tables:
-        return Tables(self.vertical.clone(), self.slash.clone(), self.sinks)
-
     def candidates(self, position: int) -> Tensor:
         """Before the query of this position is known. :return: [heads, position + 1], bool; no sinks"""
         off, seen = self.sinks, position + 1

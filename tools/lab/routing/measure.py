@@ -18,11 +18,11 @@ to its norm; a head that none of them suits samples. The 32 queries before those
 It emulates: the model is one of transformers in bf16, reads its prompt densely, and the last `--rows` tokens of a
 window attend as a choice says, in one forward. KL is KL(dense || choice) of the next token, of the model's own
 attention; the floor is dense attention in float32, in another order of sums. Tokens and bytes are those of a KV head in
-a step: the union of its query heads. Time is that of the look alone; a step is not timed, as no kernel has policies by
-head.
+a step: the union of its query heads; bytes leave out the score tables of `history`. Time is that of the look alone; a
+step is not timed, as no kernel has policies by head.
 
 A line of --out is a window: every bound, each policy for all heads at several budgets and at as many tokens as each
-bound reads, and what a choice made 512 tokens earlier is worth. `--table FILE` prints means over windows."""
+bound reads, and what a choice made 512 tokens earlier is worth. report.py prints means over windows."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ import torch
 from emulation import Emulation, Work, everywhere
 from policies import BYPASS, HISTORY, NAMES, RECENT, SAMPLE, SINKS, STREAMING
 from router import LOOK, Budgets, Look
+from sluice.evaluation.inputs import Tokenizer, read_windows
 from torch import Tensor
 
 LATER = 512  #: tokens behind an earlier choice
@@ -138,18 +139,17 @@ def measure(emulation: Emulation, tokens: Tensor, rows: int, bounds: Iterable[fl
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", metavar="NAME=DIR", help="a folder as tools/models.sh makes it")
+    parser.add_argument("--model", metavar="NAME=DIR", required=True, help="a folder as tools/models.sh makes it")
     parser.add_argument("--text", default="prose", help="prose, code or a file (default: prose)")
     parser.add_argument("--tokens", type=int, default=4096, help="of a window (default: 4096)")
     parser.add_argument("--windows", type=int, default=1, help="(default: 1)")
     parser.add_argument("--seed", type=int, default=1, help="of the windows' places in the text (default: 1)")
     parser.add_argument("--rows", type=int, default=64, help="tokens of a window that are predicted (default: 64)")
     parser.add_argument("--bounds", default="0.1,0.2,0.4", help="on the error bar (default: 0.1,0.2,0.4)")
-    parser.add_argument("--out", type=Path, help="lines are added to this file")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="print what FILE has, and run nothing")
+    parser.add_argument("--out", type=Path, required=True, help="lines are added to this file")
     given = parser.parse_args(words)
-    if not given.table and not (given.model and given.out and "=" in given.model):
-        parser.error("give --model NAME=DIR and --out FILE, or --table FILE")
+    if "=" not in given.model:
+        parser.error(f"--model {given.model}: give NAME=DIR")
     least = given.rows + LATER + LOOK + 1
     if given.tokens < least or given.rows < 1:
         parser.error(f"--tokens {given.tokens} with --rows {given.rows}: a window has {least} or more tokens and a row")
@@ -162,13 +162,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    if given.table:
-        from report import table
-
-        print(table([json.loads(line) for line in given.table.read_text().splitlines()]))
-        return
-    from sluice.evaluation.inputs import Tokenizer, read_windows
-
     name, _, folder = given.model.partition("=")
     windows = read_windows(given.text, Tokenizer(folder), given.tokens, given.windows, given.seed)
     emulation = Emulation(folder)

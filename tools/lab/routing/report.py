@@ -1,11 +1,12 @@
-"""Means over windows of what measure.py left."""
+"""Means over windows of what measure.py left: `python tools/lab/routing/report.py routing.jsonl`."""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
-
-from policies import NAMES
 
 Found = dict[str, Any]
 
@@ -56,9 +57,20 @@ def table(found: list[Found]) -> str:
             lines.append(_line(name, windows, of_single(each["policy"], each["budget"])))
         for each in windows[0]["bounds"]:
             part = of_bound(each["by"], each["bound"])
-            given = ", ".join(f"{name} {mean(part(row)['shares'][name] for row in windows):.0%}" for name in NAMES)
+            given = ", ".join(f"{name} {mean(part(row)['shares'][name] for row in windows):.0%}"
+                              for name in each["shares"] if name != "kv_heads_without_samples")
             lines.append(_line(f"bound {each['bound']} by {each['by']}", windows, part) +
                          f"  {given}; same later {mean(part(row)['same_policy_later'] for row in windows):.0%}")
             lines.append(_line("  chosen 512 tokens before", windows, lambda row: part(row)["earlier_choice"]))
-            lines += [_line(f"  {name} alone", windows, alone(part, name)) for name in NAMES[1:]]
+            lines += [_line(f"  {row['policy']} alone", windows, alone(part, row["policy"])) for row in each["alone"]]
     return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("found", type=Path, help="what measure.py --out left")
+    print(table([json.loads(line) for line in parser.parse_args().found.read_text().splitlines()]))
+
+
+if __name__ == "__main__":
+    main()

@@ -109,7 +109,8 @@ def _of_history(rows: Rows, scores: Tensor, seen: Look, of: Tensor, budgets: Bud
 
 
 def _of_samples(rows: Rows, near: Tensor, seen: Look, of: Tensor, budgets: Budgets, seed: int) -> tuple[Tensor, Tensor]:
-    """What heads draw, and the chance of each token for it; no other head draws."""
+    """What heads draw, and the chance of each token for it; no other head draws. Tokens that the KV head attends by
+    history anyway can be drawn, too: such draws add nothing to the union."""
     if not of.any():
         return torch.zeros((*of.shape, *near.shape), dtype=torch.bool), torch.zeros((*of.shape, *near.shape))
     estimates = rows.scores(copies(rows.k, seen.prompt_tokens))
@@ -120,7 +121,8 @@ def _of_samples(rows: Rows, near: Tensor, seen: Look, of: Tensor, budgets: Budge
 def _cost(rows: Rows, union: Tensor, scored: Tensor, choice: Tensor) -> Cost:
     """Of a KV head: 16-bit keys and values of its union, 16-bit keys of candidates that it does not attend, and 4-bit
     copies of all visible keys with 4 bytes for their step if one of its query heads draws. The newest keys of a
-    bypassed head count as tokens of its union."""
+    bypassed head count as tokens of its union. The score tables of `history` are left out: two scores per token and
+    query head, of which an engine that keeps blocks' maxima reads only a part."""
     head_dim, visible = rows.k.shape[-1], rows.seen()
     bypassed = (choice == BYPASS).any(1)[:, None, None]
     union = union | (bypassed & rows.near(LOCAL))
