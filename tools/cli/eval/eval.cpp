@@ -119,7 +119,7 @@ void add_eval(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   add_prefill_flags(*command, options->prefill);
   add_count(*command, "--decode-prompt", options->answers.decode_prompt,
-            "Last prompt tokens that are read under the policy");
+            "Last prompt tokens that are read under the policy", {.least = 1});
   add_count(*command, "--max-tokens", options->answers.max_tokens,
             "Of an answer; 0: what the right one takes, and 8 more if it is text");
   command->add_option("--near", options->near, "Share of the tokens that device memory has room for")
