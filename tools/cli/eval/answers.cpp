@@ -5,13 +5,11 @@
 
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
+#include "tools/cli/eval/batch.hpp"
 #include "tools/cli/text/interrupt.hpp"
 
 namespace sluice::tools {
 namespace {
-
-/// Prompts that are kept between their prefill and their answers: of 32K tokens of the testbed 256 MiB each.
-constexpr std::size_t kPromptsAtOnce = 16;
 
 double blocks_of(const EngineStats& prompt) {
   return prompt.causal_blocks == 0
@@ -63,8 +61,9 @@ std::vector<std::vector<Answer>> Answers::run(std::span<const Task> tasks, Progr
     show(task.name + ' ' + std::to_string(task.length) + ' ' + policy.name);
   };
   try {
-    for (std::size_t first = 0; first < tasks.size(); first += kPromptsAtOnce) {
-      const std::size_t count = std::min(kPromptsAtOnce, tasks.size() - first);
+    std::size_t count = 0;
+    for (std::size_t first = 0; first < tasks.size(); first += count) {
+      count = batch_of(tasks.subspan(first), model_.config().shape());
       const std::vector<Prompt> prompts = prefilled(tasks.subspan(first, count), reads);
       answer_all(tasks.subspan(first, count), prompts, std::span(answers).subspan(first, count), told);
     }
