@@ -1,8 +1,6 @@
 #include "tools/cli/eval/report.hpp"
 
 #include <algorithm>
-#include <map>
-#include <set>
 #include <utility>
 
 #include "tools/cli/eval/statistics.hpp"
