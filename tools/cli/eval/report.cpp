@@ -143,16 +143,16 @@ Json tasks_json(std::span<const Task> tasks, const std::vector<std::vector<Answe
   }
   Json items = Json::array();
   for (std::size_t i = 0; i < answered.size(); ++i) items.push_back(item(tasks[i], answers[i], policies));
-  return {{"results", std::move(results)}, {"items", std::move(items)}, {"failed", Json::object()}};
+  return {{"results", std::move(results)}, {"items", std::move(items)}};
 }
 
 Table tasks_table(const Json& results) {
   using Show = Column::Show;
   Table table{.key = "tasks",
               .title =
-                  "Greedy answers. same: token by token as full's; from, to: Wilson's 95%; only full, only policy: "
-                  "answers that one of the two alone has right; p: exact McNemar test of these; attended, bytes read: "
-                  "tokens, and keys, values and what was read to choose, as shares of dense attention's",
+                  "Greedy answers. same: token by token as dense attention's; from, to: Wilson's 95%; only dense, only "
+                  "policy: answers that one of the two alone has right; p: exact McNemar test of these; attended, "
+                  "bytes read: tokens, and keys, values and what was read to choose, as shares of dense attention's",
               .columns = {{"task", "task"},
                           {"length", "length"},
                           {"policy", "policy"},
