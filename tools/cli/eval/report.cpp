@@ -160,7 +160,7 @@ Table tasks_table(const Json& results) {
                           {"accuracy", "accuracy", 2},
                           {"accuracy_from", "from", 2},
                           {"accuracy_to", "to", 2},
-                          {"only_dense", "only full"},
+                          {"only_dense", "only dense"},
                           {"only_policy", "only policy"},
                           {"p_value", "p", 2},
                           {"same_answer", "same", 1, Show::percent},
