@@ -39,7 +39,7 @@ TEST_CASE("eval holds every policy against dense attention on every task, which 
   CHECK(report.at("config").at("policies").size() == 4);
   CHECK_FALSE(report.contains("results"));  // They are in `tasks`, as those of the package are.
   const json& tasks = report.at("tasks");
-  CHECK(tasks.at("failed").empty());
+  CHECK_FALSE(tasks.contains("failed"));  // What fails ends the run.
   const json& rows = tasks.at("results");
   REQUIRE(rows.size() == (3 + 1) * 4);  // With all tasks of the length; dense attention is the first of each.
   for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -133,14 +133,26 @@ TEST_CASE("plot draws what eval found, and tells ways to read prompts apart", "[
   const TemporaryDirectory scratch;
   const std::string arguments = kEval + tasks_of(scratch, one_task()) + "--audit 0 --policies streaming:recent=8 ";
   std::string files;
+  json of_dense;
   for (const char* const prefill : {"full", "flexprefill@0.5"}) {
     const std::string file = scratch.file(prefill);
     const Outcome outcome =
         sluice::test::sluice(arguments + "--min-budget 128 --prefill " + prefill + " -o json --output '" + file + "'");
     CAPTURE(outcome.err);
     REQUIRE(outcome.code == 0);
-    const json rows = json::parse(read_file(file)).at("tasks").at("results");
-    CHECK((rows[0].at("prompt_blocks") == 1.0) == (std::string(prefill) == "full"));
+    const json tasks = json::parse(read_file(file)).at("tasks");
+    const json& rows = tasks.at("results");
+    const bool sparse = std::string(prefill) != "full";
+    REQUIRE(rows.size() == (sparse ? 3 : 2));
+    CHECK(rows[0].at("policy") == (sparse ? "dense" : "full"));
+    CHECK(rows[0].at("prompt_blocks") == 1.0);
+    CHECK(rows[0].at("same_answer") == 1.0);
+    CHECK(rows[0].at("whole") == true);
+    if (sparse) CHECK(rows[1].at("policy") == "full");
+    const json said = tasks.at("items")[0].at("outputs").at(sparse ? "dense" : "full").at("ids");
+    if (!sparse) of_dense = said;
+    CHECK(said == of_dense);
+    for (std::size_t i = 1; i < rows.size(); ++i) CHECK((rows[i].at("prompt_blocks") < 1.0) == sparse);
     files += "'" + file + "' ";
   }
   const std::string svg = sluice::test::sluice("plot " + files).out;

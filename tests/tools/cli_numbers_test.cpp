@@ -75,6 +75,7 @@ TEST_CASE("what is no number of the option's range is refused by its name", "[cl
       {kRun + "--device cuda:0x1", "--device"},
       {kRun + "--device cuda:4294967296", "--device"},
       {kEval + "--decode-prompt 0x2", "--decode-prompt"},
+      {kEval + "--decode-prompt 0", "--decode-prompt"},
       {kEval + "--max-tokens -3", "--max-tokens"},
       {kEval + "--audit 1.5", "--audit"},
       {"bench cpu --q-heads 0x8", "--q-heads"},

@@ -38,6 +38,11 @@ std::uint64_t PromptCache::bytes() const noexcept {
   return (k_.size() + v_.size() + q_.size() + logits_.size()) * sizeof(float) + ids_.size() * sizeof(int);
 }
 
+std::uint64_t PromptCache::bytes_of(const AttentionShape& shape, std::uint64_t tokens) noexcept {
+  const std::uint64_t heads = 2 * tokens * shape.kv_heads + std::min<std::uint64_t>(tokens, kQueries) * shape.q_heads;
+  return heads * shape.head_dim * shape.layers * sizeof(float);
+}
+
 TensorView PromptCache::keys(LayerId layer, std::uint32_t first, std::uint32_t count) const noexcept {
   return dense_view(k_.data() + row(layer, first), DType::f32, count, shape_.kv_heads, shape_.head_dim);
 }

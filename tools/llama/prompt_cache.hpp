@@ -24,6 +24,8 @@ class PromptCache {
   [[nodiscard]] std::uint32_t tokens() const noexcept { return static_cast<std::uint32_t>(ids_.size()); }
   [[nodiscard]] std::span<const int> ids() const noexcept { return ids_; }
   [[nodiscard]] std::uint64_t bytes() const noexcept;
+  /// Bytes of the keys, values and queries of a prompt of so many tokens.
+  [[nodiscard]] static std::uint64_t bytes_of(const AttentionShape& shape, std::uint64_t tokens) noexcept;
   /// Logits after the last token, [vocab_size].
   [[nodiscard]] std::span<const float> logits() const noexcept { return logits_; }
 

@@ -73,13 +73,16 @@ def make_tasks(arguments: argparse.Namespace) -> int:
     from sluice.evaluation import report
     from sluice.evaluation.making import Texts, as_ids, made_tasks
 
+    if arguments.token_ids and arguments.chat:
+        raise InvalidArgument("--token-ids with --chat: answers of token ids are judged token by token, and one in a "
+                              "chat may begin in several ways; leave out --token-ids, and give --chat with --tasks")
     check_folder(arguments.model)
     with report.target(arguments.make_tasks, "--make-tasks") as target:
         texts = Texts(text_of(arguments.text or PROSE), text_of(arguments.code))
         vocabulary = _vocabulary(arguments, _config(arguments) if arguments.token_ids else None)
         made = made_tasks(vocabulary, texts, arguments.lengths, arguments.count, arguments.seed)
         if arguments.token_ids:
-            made = (as_ids(line, vocabulary, arguments.chat) for line in made)
+            made = (as_ids(line, vocabulary) for line in made)
         lines = [json.dumps(line) + "\n" for line in made]
         written = target.write_text("".join(lines))
         if written and arguments.make_tasks != "-":

@@ -179,10 +179,10 @@ def made_tasks(vocabulary: Vocabulary, texts: Texts, lengths: Sequence[int], cou
                 yield {"task": name, "length": length, "prompt": prompt, "answer": answer}
 
 
-def as_ids(line: dict[str, Any], vocabulary: Vocabulary, chat: bool) -> dict[str, Any]:
+def as_ids(line: dict[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
     """The line with prompt and answer as token ids, for programs without the tokenizer. Those of the answer are what
     the text of both has behind the prompt's, where the prompt ends between two tokens."""
-    prompt = prompt_ids(line["prompt"], vocabulary, chat)
+    prompt = prompt_ids(line["prompt"], vocabulary, chat=False)
     whole = [*vocabulary.begins, *vocabulary.encode(line["prompt"] + line["answer"])]
     ends = whole[: len(prompt)] == prompt
     return {**line, "prompt": prompt, "answer": whole[len(prompt) :] if ends else vocabulary.encode(line["answer"])}

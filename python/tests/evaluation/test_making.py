@@ -79,13 +79,12 @@ def test_token_ids(folder: Path) -> None:
     """Prompt and answer in a row are the tokens of both texts in a row, also where the answer's first ones depend on
     what is before them; where a token reaches over both, each is its own."""
     words, line = Tokenizer(str(folder)), {"task": "a", "length": 9, "prompt": "a cat sat", "answer": " on 17 mats"}
-    made = as_ids(line, words, chat=False)
+    made = as_ids(line, words)
     assert made == {**line, "prompt": [0, *words.encode("a cat sat")], "answer": words.encode(" on 17 mats")}
     assert made["prompt"] + made["answer"] == words.tokenizer("a cat sat on 17 mats")["input_ids"]
-    over = as_ids({"prompt": "a ca", "answer": "t"}, words, chat=False)
+    over = as_ids({"prompt": "a ca", "answer": "t"}, words)
     assert (over["prompt"], over["answer"]) == ([0, *words.encode("a ca")], words.encode("t"))
-    assert as_ids(line, words, chat=True)["prompt"] == words.chat("a cat sat")
-    assert as_ids(line, Bytes(256), chat=False)["prompt"] == [256, *b"a cat sat"]
+    assert as_ids(line, Bytes(256))["prompt"] == [256, *b"a cat sat"]
 
 
 class Marked:
@@ -98,7 +97,7 @@ class Marked:
 
 
 def test_token_ids_behind_the_prompt_s() -> None:
-    made = as_ids({"prompt": "a", "answer": "b"}, Marked(), chat=False)
+    made = as_ids({"prompt": "a", "answer": "b"}, Marked())
     assert (made["prompt"], made["answer"]) == ([8, 9, *b"a"], list(b"b"))
 
 
@@ -120,12 +119,16 @@ def test_the_command(evaluate: Callable, folder: Path, tmp_path: Path) -> None:
     assert (ids.status, ids.err) == (0, "")
     words = Tokenizer(str(tmp_path / "words"))
     assert [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()] == [
-        as_ids(line, words, chat=False) for line in lines]
+        as_ids(line, words) for line in lines]
     assert evaluate(folder, "--tasks", tmp_path / "tasks.jsonl").err.count("tokens of context, and the model has") == 1
     assert evaluate(TESTBED, *make, "1400", "--token-ids", "--tokenizer", "bytes").status == 0
     first = json.loads((tmp_path / "tasks.jsonl").read_text().splitlines()[0])
     assert first["prompt"][0] == 256 and bytes(first["prompt"][1:]).endswith(b" is") and first["answer"][0] == ord(" ")
     assert "give --make-tasks FILE, too" in evaluate(folder, "--tasks", tmp_path / "tasks.jsonl", "--token-ids").err
+    (tmp_path / "tasks.jsonl").write_text("as it was")
+    refused = evaluate(tmp_path / "words", *make, "1400", "--token-ids", "--chat")
+    assert refused.status == 2 and "a chat may begin in several ways; leave out --token-ids" in refused.err
+    assert (tmp_path / "tasks.jsonl").read_text() == "as it was"
     assert "must be a whole number at least 256" in evaluate(folder, *make, "12").err
     (tmp_path / "tasks.jsonl").unlink()
     assert "is a folder" in evaluate(folder, *make[:1], tmp_path, *make[2:], "1400").err

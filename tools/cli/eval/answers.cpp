@@ -5,13 +5,11 @@
 
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
+#include "tools/cli/eval/batch.hpp"
 #include "tools/cli/text/interrupt.hpp"
 
 namespace sluice::tools {
 namespace {
-
-/// Prompts that are kept between their prefill and their answers: of 32K tokens of the testbed 256 MiB each.
-constexpr std::size_t kPromptsAtOnce = 16;
 
 double blocks_of(const EngineStats& prompt) {
   return prompt.causal_blocks == 0
@@ -63,10 +61,17 @@ std::vector<std::vector<Answer>> Answers::run(std::span<const Task> tasks, Progr
     show(task.name + ' ' + std::to_string(task.length) + ' ' + policy.name);
   };
   try {
-    for (std::size_t first = 0; first < tasks.size(); first += kPromptsAtOnce) {
-      const std::size_t count = std::min(kPromptsAtOnce, tasks.size() - first);
-      const std::vector<Prompt> prompts = prefilled(tasks.subspan(first, count), reads);
-      answer_all(tasks.subspan(first, count), prompts, std::span(answers).subspan(first, count), told);
+    std::size_t count = 0;
+    for (std::size_t first = 0; first < tasks.size(); first += count) {
+      count = batch_of(tasks.subspan(first), model_.config().shape());
+      const std::span<const Task> batch = tasks.subspan(first, count);
+      const auto answer = [&](std::size_t from, std::size_t to, const PrefillSpec& prefill) {
+        const std::vector<Prompt> prompts = prefilled(batch, prefill, reads);
+        answer_all(from, to, batch, prompts, std::span(answers).subspan(first, count), told);
+      };
+      const std::size_t with_dense_prompts = options_.prefill.mode == PrefillMode::full ? 0 : 1;
+      if (with_dense_prompts != 0) answer(0, with_dense_prompts, {});
+      answer(with_dense_prompts, policies_.size(), options_.prefill);
     }
   } catch (const Interrupted&) {
     const auto open = [&](std::size_t count) { return count < policies_.size(); };
@@ -75,13 +80,14 @@ std::vector<std::vector<Answer>> Answers::run(std::span<const Task> tasks, Progr
   return answers;
 }
 
-std::vector<Answers::Prompt> Answers::prefilled(std::span<const Task> tasks, const Reads& reads) const {
+std::vector<Answers::Prompt> Answers::prefilled(std::span<const Task> tasks, const PrefillSpec& prefill,
+                                                const Reads& reads) const {
   const PolicySpec dense = parse_policy("full");
   EngineFlags flags = flags_;
   flags.audit_every = 0;
   sluice::Engine engine(
       sized(flags, model_.config().shape(), {&dense, 1},
-            {.page_tokens = page_tokens_for(dense, flags), .tokens = tokens_of(tasks), .prefill = options_.prefill}),
+            {.page_tokens = page_tokens_for(dense, flags), .tokens = tokens_of(tasks), .prefill = prefill}),
       device_);
   const auto runner = std::make_shared<Runner>(model_, engine, device_, flags_.graphs);
   std::vector<Prompt> prompts;
@@ -104,20 +110,25 @@ std::vector<Answers::Prompt> Answers::prefilled(std::span<const Task> tasks, con
   return prompts;
 }
 
-void Answers::answer_all(std::span<const Task> tasks, std::span<const Prompt> prompts,
-                         std::span<std::vector<Answer>> answers, const Told& told) const {
+void Answers::answer_all(std::size_t first, std::size_t last, std::span<const Task> tasks,
+                         std::span<const Prompt> prompts, std::span<std::vector<Answer>> answers,
+                         const Told& told) const {
   // One engine after the other, so that only one holds memory.
-  for (const EngineGroup& group : by_engine(specs_, flags_)) answer_all(group, tasks, prompts, answers, told);
+  for (EngineGroup& group : by_engine(std::span(specs_).subspan(first, last - first), flags_)) {
+    for (std::size_t& policy : group.policies) policy += first;
+    answer_all(group.policies, group.page_tokens, tasks, prompts, answers, told);
+  }
 }
 
-void Answers::answer_all(const EngineGroup& group, std::span<const Task> tasks, std::span<const Prompt> prompts,
-                         std::span<std::vector<Answer>> answers, const Told& told) const {
+void Answers::answer_all(std::span<const std::size_t> policies, std::uint32_t page_tokens, std::span<const Task> tasks,
+                         std::span<const Prompt> prompts, std::span<std::vector<Answer>> answers,
+                         const Told& told) const {
   std::vector<PolicySpec> specs;
-  for (const std::size_t p : group.policies) specs.push_back(specs_[p]);
+  for (const std::size_t p : policies) specs.push_back(specs_[p]);
   std::uint32_t longest = 0;
   for (const Task& task : tasks) longest = std::max(longest, answer_limit(task, options_.max_tokens));
   sluice::Engine engine(sized(flags_, model_.config().shape(), specs,
-                              {.page_tokens = group.page_tokens,
+                              {.page_tokens = page_tokens,
                                .tokens = tokens_of(tasks),
                                .apart = options_.decode_prompt + longest,
                                .near = options_.near}),
@@ -128,7 +139,7 @@ void Answers::answer_all(const EngineGroup& group, std::span<const Task> tasks, 
   for (std::size_t i = 0; i < tasks.size(); ++i) {
     EngineSession prompt(runner, begins);
     prompt.import_prompt(prompts[i].cache);
-    for (const std::size_t p : group.policies) {
+    for (const std::size_t p : policies) {
       stop_if_interrupted();
       answers[i][p] = answer(engine, prompt, prompts[i].question, tasks[i], specs_[p]);
       answers[i][p].prompt_blocks = prompts[i].blocks;

@@ -45,7 +45,8 @@ struct AnswerOptions {
 };
 
 /// Policies on tasks. Each prompt is prefilled once; each policy then starts from a fork of it, reads the question and
-/// answers greedily.
+/// answers greedily. The first policy is the one that others are held against: where prompts are attended sparsely, it
+/// has dense ones of its own.
 class Answers {
  public:
   Answers(const AnswerOptions& options, const EngineFlags& flags, const Model& model, std::vector<NamedPolicy> policies,
@@ -64,12 +65,15 @@ class Answers {
   [[nodiscard]] std::uint32_t tokens_of(std::span<const Task> tasks) const;
   using Reads = std::function<void(const Task&)>;
   /// The tasks' prompts, but for their questions. Calls `reads` with every chunk.
-  [[nodiscard]] std::vector<Prompt> prefilled(std::span<const Task> tasks, const Reads& reads) const;
+  [[nodiscard]] std::vector<Prompt> prefilled(std::span<const Task> tasks, const PrefillSpec& prefill,
+                                              const Reads& reads) const;
   using Told = std::function<void(const Task&, const NamedPolicy&)>;
-  void answer_all(std::span<const Task> tasks, std::span<const Prompt> prompts, std::span<std::vector<Answer>> answers,
-                  const Told& told) const;
-  void answer_all(const EngineGroup& group, std::span<const Task> tasks, std::span<const Prompt> prompts,
+  /// Under policies [first, last).
+  void answer_all(std::size_t first, std::size_t last, std::span<const Task> tasks, std::span<const Prompt> prompts,
                   std::span<std::vector<Answer>> answers, const Told& told) const;
+  /// Under these policies, which one engine serves.
+  void answer_all(std::span<const std::size_t> policies, std::uint32_t page_tokens, std::span<const Task> tasks,
+                  std::span<const Prompt> prompts, std::span<std::vector<Answer>> answers, const Told& told) const;
   [[nodiscard]] Answer answer(sluice::Engine& engine, const EngineSession& prompt, std::span<const int> question,
                               const Task& task, const PolicySpec& policy) const;
 

@@ -18,8 +18,9 @@
 namespace sluice::tools {
 namespace {
 
-/// Dense attention, which the others are held against.
-constexpr const char* kDense = "full";
+constexpr const char* kFull = "full";
+/// Where prompts are attended sparsely: full, whose prompts are dense.
+constexpr const char* kDense = "dense";
 
 struct EvalOptions {
   std::string model;
@@ -33,15 +34,16 @@ struct EvalOptions {
   OutputOptions output;
 };
 
-/// Dense attention first, each policy once.
-std::vector<NamedPolicy> policies_of(const std::string& text) {
-  std::vector<std::string> names{kDense};
+/// What the others are held against first, each policy once.
+std::vector<NamedPolicy> policies_of(const std::string& text, const PrefillSpec& prefill) {
+  std::vector<std::string> names{kFull};
   if (text == "presets") {
     for (const PolicyPreset& preset : policy_presets()) names.push_back(preset.spec.name);
   } else {
     std::ranges::copy(split_policies(text), std::back_inserter(names));
   }
   std::vector<NamedPolicy> policies;
+  if (prefill.mode != PrefillMode::full) policies.push_back({.name = kDense, .spec = parse_policy(kFull)});
   for (const std::string& name : names) {
     if (std::ranges::find(policies, name, &NamedPolicy::name) == policies.end())
       policies.push_back({.name = name, .spec = parse_policy(name)});
@@ -76,9 +78,9 @@ Json config_of(const EvalOptions& options, const EngineFlags& runtime, const std
 }
 
 int run(const EvalOptions& options) {
-  const std::vector<NamedPolicy> policies = policies_of(options.policies);
   AnswerOptions how = options.answers;
   how.prefill = parse_prefill(options.prefill.mode, options.prefill.flex);
+  const std::vector<NamedPolicy> policies = policies_of(options.policies, how.prefill);
   how.near = parse_share(options.near, "--near");
   const OutputTarget target(options.output.path);
   const std::shared_ptr<Device> device = make_device(options.device);
@@ -119,7 +121,7 @@ void add_eval(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   add_prefill_flags(*command, options->prefill);
   add_count(*command, "--decode-prompt", options->answers.decode_prompt,
-            "Last prompt tokens that are read under the policy");
+            "Last prompt tokens that are read under the policy", {.least = 1});
   add_count(*command, "--max-tokens", options->answers.max_tokens,
             "Of an answer; 0: what the right one takes, and 8 more if it is text");
   command->add_option("--near", options->near, "Share of the tokens that device memory has room for")
@@ -133,7 +135,8 @@ void add_eval(CLI::App& app, int& exit_code) {
   add_output(*command, options->output);
   command->footer(
       "Each policy runs in an engine with the page size that it was made for (see `sluice policies`), unless\n"
-      "--page-tokens is given. JSON has the form of `python -m sluice eval --json`; `sluice plot` draws both.");
+      "--page-tokens is given. They are held against full; where --prefill is sparse, against `dense`, which is full\n"
+      "with dense prompts. JSON has the form of `python -m sluice eval --json`; `sluice plot` draws both.");
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

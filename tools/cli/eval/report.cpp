@@ -1,8 +1,6 @@
 #include "tools/cli/eval/report.hpp"
 
 #include <algorithm>
-#include <map>
-#include <set>
 #include <utility>
 
 #include "tools/cli/eval/statistics.hpp"
@@ -145,16 +143,16 @@ Json tasks_json(std::span<const Task> tasks, const std::vector<std::vector<Answe
   }
   Json items = Json::array();
   for (std::size_t i = 0; i < answered.size(); ++i) items.push_back(item(tasks[i], answers[i], policies));
-  return {{"results", std::move(results)}, {"items", std::move(items)}, {"failed", Json::object()}};
+  return {{"results", std::move(results)}, {"items", std::move(items)}};
 }
 
 Table tasks_table(const Json& results) {
   using Show = Column::Show;
   Table table{.key = "tasks",
               .title =
-                  "Greedy answers. same: token by token as full's; from, to: Wilson's 95%; only full, only policy: "
-                  "answers that one of the two alone has right; p: exact McNemar test of these; attended, bytes read: "
-                  "tokens, and keys, values and what was read to choose, as shares of dense attention's",
+                  "Greedy answers. same: token by token as dense attention's; from, to: Wilson's 95%; only dense, only "
+                  "policy: answers that one of the two alone has right; p: exact McNemar test of these; attended, "
+                  "bytes read: tokens, and keys, values and what was read to choose, as shares of dense attention's",
               .columns = {{"task", "task"},
                           {"length", "length"},
                           {"policy", "policy"},
@@ -162,7 +160,7 @@ Table tasks_table(const Json& results) {
                           {"accuracy", "accuracy", 2},
                           {"accuracy_from", "from", 2},
                           {"accuracy_to", "to", 2},
-                          {"only_dense", "only full"},
+                          {"only_dense", "only dense"},
                           {"only_policy", "only policy"},
                           {"p_value", "p", 2},
                           {"same_answer", "same", 1, Show::percent},

@@ -96,10 +96,6 @@ std::string markdown(const Table& table) {
   return (table.title.empty() ? "" : table.title + "\n\n") + grid(cells, left);
 }
 
-}  // namespace
-
-namespace {
-
 Json to_objects(const Table& table) {
   Json rows = Json::array();
   for (const auto& row : table.rows) {
