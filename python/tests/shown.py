@@ -91,6 +91,8 @@ LISTED: dict[str, tuple[str, Callable[[tuple[str, ...]], bool]]] = {
     "CUDAARCHS=80;90a pip wheel": ("compiles CUDA code for minutes; tests/wheel builds a wheel without", extras),
     "pip install": ("needs the network; tests/wheel builds and installs the package without", extras),
     "python tools/lab/benchmarks/search.py": ("minutes on a GPU: evaluation/test_search.py runs it", always),
+    "python tools/lab/routing/measure.py": ("minutes: tools/lab/routing/tests measures a small model", always),
+    "python tools/lab/routing/report.py": ("reads what measure.py leaves: tools/lab/routing/tests does", always),
     "torchrun": ("several processes for minutes: serving/test_tensor_parallel.py runs them", always),
 }
 

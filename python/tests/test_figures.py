@@ -120,8 +120,9 @@ def test_sinks_and_recent_tokens() -> None:
                 if "kl_over_floor" in row}
 
     default = kls(DEFAULT)
-    changes = [abs(value / default[cell] - 1) for near in ("sinks=4,recent=32", "sinks=4,recent=64", "sinks=4,recent=256",
-                                                           "sinks=16,recent=128", "sinks=64,recent=128")
+    changes = [abs(value / default[cell] - 1)
+               for near in ("sinks=4,recent=32", "sinks=4,recent=64", "sinks=4,recent=256", "sinks=16,recent=128",
+                            "sinks=64,recent=128")
                for cell, value in kls(DEFAULT.replace(" | page", f" | near=0%,{near} | page")).items()]
     assert len(changes) == 30
     said = " ".join((ROOT / "docs/accuracy.md").read_text().split())
@@ -182,7 +183,7 @@ def test_policies_by_head() -> None:
     assert f"by up to {max(max(kls) / min(kls) for kls in by_window):.1f} times." in text
     look = [100 * row["look_s"] / row["prompt_s"] for row in rows]
     same = [100 * part(row, bound)["same_policy_later"] for row in rows for bound in (0.1, 0.2, 0.4)]
-    assert f"The look takes {min(look):.0f} to {max(look):.0f}% of the prompt's time" in text
+    assert f"Judging takes {min(look):.0f} to {max(look):.0f}% of the prompt's time" in text
     assert f"{min(same):.0f} to {max(same):.0f}% of the heads got the same policy" in text
 
 

@@ -161,7 +161,7 @@ def test_a_budget_for_as_many_tokens() -> None:
     assert measure.matched([(16, 140.0), (128, 150.0), (1024, 150.0)], 300.0) == 1024
 
 
-@pytest.mark.parametrize("words", [[], ["--model", "a=b"], ["--model", "a=b", "--tokens", "4096"], ["--model", "a", "--out", "f"],
+@pytest.mark.parametrize("words", [[], ["--model", "a=b"], ["--out", "f"], ["--model", "a", "--out", "f"],
                                    ["--model", "a=b", "--out", "f", "--tokens", "600"],
                                    ["--model", "a=b", "--out", "f", "--bounds", "0.1;2"]])
 def test_wrong_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
