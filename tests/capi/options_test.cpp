@@ -319,9 +319,9 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   refused({"policy_count is 1025", "1024"}, [](auto& o) { o.policy_count = 1025; });
   refused({"policies", "policy_count"}, [](auto& o) { o.policies = nullptr; });
   static constexpr const char* kGap[] = {"full", nullptr};
-  refused({"policies[1]", "null"}, [](auto& o) { o.policies = kGap; });
+  refused({"policies[1]", "null"}, [](auto& o) { o.policies = kGap, o.policy_count = 2; });
   static constexpr const char* kWrong[] = {"full", "fulll"};
-  refused({"fulll"}, [](auto& o) { o.policies = kWrong; });
+  refused({"fulll"}, [](auto& o) { o.policies = kWrong, o.policy_count = 2; });
   refused({"cores", "core_count"}, [](auto& o) { o.core_count = 1; });
   refused({"scale is -1"}, [](auto& o) { o.scale = -1.f; });
   refused({"softcap is nan"}, [](auto& o) { o.softcap = NAN; });

@@ -74,8 +74,8 @@ TEST_CASE("an engine is for the default policy unless it is told otherwise", "[e
   require_refused([&] { (void)engine.begin(parse_policy("full")); }, Errc::unsupported, {"EngineOptions::policies"});
   require_refused([&] { (void)engine.begin(parse_policy("lfps")); }, Errc::out_of_capacity,
                   {"EngineOptions::policies"});
-  require_refused([&] { (void)engine.begin(parse_policy("quest | near=0")); }, Errc::unsupported,
-                  {"EngineOptions::policies", "ranks pages"});
+  require_refused([&] { (void)engine.begin(parse_policy("pages:quest,budget=96 | top_k=9 | near=0")); },
+                  Errc::unsupported, {"EngineOptions::policies", "ranks pages"});
 }
 
 TEST_CASE("room is made for what policies want of the longest sequence, and for as many sequences", "[engine][named]") {
