@@ -22,14 +22,6 @@ static_assert(sizeof(EngineStats) == std::size(kCounters) * sizeof(std::uint64_t
 
 }  // namespace
 
-void DecodeScore::merge(const DecodeScore& other) {
-  tokens += other.tokens;
-  dense_tokens += other.dense_tokens;
-  for (const auto counter : kCounters) stats.*counter += other.stats.*counter;
-  audited.merge_totals(other.audited);
-  code_bits = other.code_bits;
-}
-
 EngineStats since(const EngineStats& before, EngineStats after) noexcept {
   for (const auto counter : kCounters) after.*counter -= before.*counter;
   return after;

@@ -17,8 +17,6 @@ struct DecodeScore {
   EngineStats stats;
   AuditReport audited;  ///< without heads
   std::uint32_t code_bits = 4;  ///< of the engine, see EngineOptions
-
-  void merge(const DecodeScore& other);
 };
 
 /// What was attended and read, as shares of dense attention's tokens, and of the bytes of its keys and values, which

@@ -191,13 +191,4 @@ std::vector<std::string> split_policies(std::string_view text) {
   return policies;
 }
 
-std::vector<PolicySpec> parse_policies(std::string_view text) {
-  std::vector<PolicySpec> specs;
-  for (const std::string& item : split_policies(text)) specs.push_back(parse_policy(item));
-  if (specs.empty()) {
-    throw Error(Errc::invalid_argument, "--policies: the list is empty; name at least one, e.g. full,sluice");
-  }
-  return specs;
-}
-
 }  // namespace sluice::tools

@@ -6,7 +6,6 @@
 #include <string_view>
 #include <vector>
 
-#include "sluice/policy.hpp"
 #include "sluice/tensor.hpp"
 
 namespace sluice::tools {
@@ -70,10 +69,8 @@ struct NumberRange {
 
 /// Splits a list of policies, whose options hold commas themselves: a comma starts a new policy unless
 /// `key=value` follows it; `;` always does. `full,lfps:alpha=0.3,budget=2%,topk` is three policies.
-/// @throws Error{Errc::invalid_argument} if the list is empty or parse_policy refuses an item.
-[[nodiscard]] std::vector<PolicySpec> parse_policies(std::string_view text);
-
-/// `NAME` or `NAME:options` for each policy of the list, as the user wrote it.
+/// @throws Error{Errc::invalid_argument} if an item is empty
+/// @return each policy as the user wrote it
 [[nodiscard]] std::vector<std::string> split_policies(std::string_view text);
 
 }  // namespace sluice::tools
