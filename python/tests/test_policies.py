@@ -17,21 +17,20 @@ def bare(**changes: object) -> sluice.EngineOptions:
     return dataclasses.replace(options, **changes)
 
 
-def test_an_engine_is_for_the_default_policy_and_dense_attention() -> None:
+def test_an_engine_is_for_the_default_policy() -> None:
     with sluice.Engine(bare()) as engine:
         made = engine.options
-        assert [bare(policies=[each]).resolved().largest.features for each in made.policies] == [
-            sluice.Features.TOP_K, sluice.Features.UNBOUNDED]
-        assert made.largest.features == sluice.Features.TOP_K | sluice.Features.UNBOUNDED
+        assert made.policies == ["sluice"] and made.largest.features == sluice.Features.TOP_K
         assert made.cpu_sequences == made.cluster_sequences == 0
         assert engine.sizes.code_bits == 4 and engine.sizes.digests == 0
         q, k, v = (np.ones((1, heads, 64), np.float32) for heads in (4, 1, 1))
         out = np.zeros_like(q)
-        for policy in ("sluice", "full"):
-            forward = engine.plan([sluice.PlanItem(engine.begin(policy))], made.largest)
-            engine.attend(made.largest, 0, q, k, v, out)
-            engine.finish(forward)
-            np.testing.assert_array_equal(out, q)
+        forward = engine.plan([sluice.PlanItem(engine.begin("sluice"))], made.largest)
+        engine.attend(made.largest, 0, q, k, v, out)
+        engine.finish(forward)
+        np.testing.assert_array_equal(out, q)
+        with pytest.raises(sluice.Unsupported, match="name the policy in EngineOptions.policies"):
+            engine.begin("full")
         with pytest.raises(sluice.OutOfCapacity, match="name the policy in EngineOptions.policies"):
             engine.begin("lfps")
         with pytest.raises(sluice.Unsupported, match="name the policy in EngineOptions.policies"):

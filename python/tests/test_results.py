@@ -276,5 +276,5 @@ def test_options_are_what_was_made() -> None:
     assert (made.scale, made.softcap, made.windows) == (0.25, 30.0, [24])
     assert (made.placement, made.fetch_share, made.handover) == ("hybrid", 0.375, "stream")
     assert made.pin_threads is False and made.timeout_ms == 30_000 and made.forecasts is False
-    assert made.largest is not None and made.largest.features == sluice.Features.TOP_K | sluice.Features.UNBOUNDED
+    assert made.largest is not None and made.largest.features == sluice.Features.TOP_K
     assert made.policies == ["sluice"]
