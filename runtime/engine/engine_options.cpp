@@ -76,9 +76,9 @@ void validate_latent(const EngineOptions& options) {
   without(options.prefill.mode != PrefillMode::full, "a prefill mode that chooses blocks",
           "prompts attend all tokens; use PrefillMode::full");
   const auto some = [](std::uint32_t sequences) { return sequences != 0 && sequences != kAllSequences; };
-  without(some(options.cpu_sequences), "cpu_sequences", "no policy of it chooses by whole keys; leave it 0");
+  without(some(options.cpu_sequences), "cpu_sequences", "no policy of it chooses by whole keys; leave it out");
   without(options.digests.has_value(), "digests", "no policy of it ranks pages; leave them empty");
-  without(some(options.cluster_sequences), "cluster_sequences", "no policy of it has clusters; leave it 0");
+  without(some(options.cluster_sequences), "cluster_sequences", "no policy of it has clusters; leave it out");
 }
 
 }  // namespace
