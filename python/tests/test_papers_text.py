@@ -105,6 +105,35 @@ def test_flexprefill_is_said_to_do_what_it_did() -> None:
     said(f"changes coverage in one piece by {max(covered) - min(covered):.3f} at most")
 
 
+def test_what_lines_take() -> None:
+    def faster(lines: bool, structure: str) -> str:
+        chunked = [row for row in raw("flex_lines_h200.json")["rows"]
+                   if (row["lines"], row["structure"], row["method"]) == (lines, structure, "flexprefill@0.9")
+                   and row["chunk_tokens"] == CHUNKS]
+        assert [row["length_tokens"] for row in chunked] == [8192, 32768, 131072]
+        return list_of((row["speedup_over_dense"] for row in chunked), 1)
+
+    said = " ".join(section("FlexPrefill").split())
+    assert (f"is {faster(True, 'vertical_slash')} with `--lines` and {faster(False, 'vertical_slash')} without"
+            in said)
+    pairs = zip(faster(True, "query_aware").split(", "), faster(False, "query_aware").split(", "), strict=True)
+    assert "On topics both are alike" in said and all(abs(float(a) - float(b)) < 0.15 for a, b in pairs)
+
+
+def test_what_labels_and_unions_take() -> None:
+    labels = {row["method"]: row["layer_us"] / 1000 for row in raw("labels_h200.json")["rows"]
+              if row["length_tokens"] == 32768 and row["mode"] == "graph"}
+    (pruned,) = [ms for policy, ms in labels.items() if policy.startswith("labels:budget=8192")]
+    assert (f"takes {labels['twilight']:.2f} ms with `twilight`, {labels['double_sparsity']:.1f} ms with "
+            f"`double_sparsity`, {pruned:.0f} ms pruned" in " ".join(section("Twilight").split()))
+    union, own = ([row for row in raw("tactic_heads_h200.json")["rows"]
+                   if (row["kv_heads"], row["method"], row["mode"]) == (heads, "tactic | int4", "graph")][0]
+                  for heads in (8, 32))
+    assert (f"{union['layer_us']:.0f} us at 32K, of which the union is {union['near_share']:.0%}. With a KV head each, "
+            f"they read {own['near_share']:.0%} of their own keys in {own['layer_us']:.0f} us"
+            in " ".join(section("Tactic").split()))
+
+
 def test_prompts_of_real_checkpoints() -> None:
     columns = [[row for row in raw(name)["rows"] if row["tokens"] == tokens] for name, tokens in
                (("flex_smollm2.json", 4096), ("flex_qwen_h200.json", 8192), ("flex_qwen_h200.json", 30000))]
