@@ -75,7 +75,7 @@ constexpr std::array kNeutral{Neutral{"hidden_act", "\"silu\""},
                               Neutral{"num_local_experts", "null"}};
 
 constexpr const char* kOtherModels =
-    "; the command runs 'llama' and 'mistral' (LlamaForCausalLM and MistralForCausalLM), `python -m sluice` most others";
+    "; the command runs LlamaForCausalLM and MistralForCausalLM ('llama', 'mistral'), `python -m sluice` most others";
 
 void require_type(const Fields& fields) {
   const auto type = fields.text("model_type");
