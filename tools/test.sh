@@ -4,13 +4,14 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: tools/test.sh [--all] [ARGUMENT...]
+usage: tools/test.sh [--all | --nightly] [ARGUMENT...]
 
 Builds the library and the tests labelled `quick`, some of every room that take seconds, and runs them: minutes on two
 cores.
-  --all        builds everything and runs all tests but those labelled `slow`, which take minutes each
+  --all        builds everything and runs all tests but those labelled `nightly`, see CONTRIBUTING.md
+  --nightly    these, too
   ARGUMENT...  of ctest, as in `tools/test.sh -L concurrent`: builds everything, and runs what they choose. Tests
-               labelled `slow` run only if the arguments name that label
+               labelled `nightly` run only if the arguments name that label
 ctest's summary comes last, and below it how many tests were skipped, by reason: those of the GPU where there is none.
 Exit codes: 0 none failed; else as tools/bootstrap.sh or ctest.
 TEXT
@@ -21,9 +22,9 @@ case ${1:-} in
   -h | --help) usage; exit 0 ;;
   "") targets=(--target quick_tests) chosen=(-L quick) ;;
   *)
-    targets=() chosen=(-LE '^slow$')
-    if [[ "$1" == --all ]]; then shift; fi
-    if [[ " $* " == *" slow "* ]]; then chosen=(); fi
+    targets=() chosen=(-LE nightly)
+    if [[ " $* " == *nightly* ]]; then chosen=(); fi
+    if [[ "$1" == --all || "$1" == --nightly ]]; then shift; fi
     ;;
 esac
 tools/bootstrap.sh --preset release ${targets[@]+"${targets[@]}"}

@@ -9,7 +9,7 @@ namespace sluice::scheduler {
 namespace {
 
 /// What a call needs while it runs.
-struct Scratch {
+struct LessonScratch {
   std::vector<std::uint32_t> tokens;
   std::vector<WeightCode> codes;
   std::vector<float> weights;
@@ -21,12 +21,12 @@ struct Scratch {
   void weigh(std::span<const std::uint32_t> scored, std::span<const float> scores);
 };
 
-Scratch& scratch_of_thread() {
-  thread_local Scratch scratch;
+LessonScratch& lesson_scratch() {
+  thread_local LessonScratch scratch;
   return scratch;
 }
 
-void Scratch::weigh(std::span<const std::uint32_t> scored, std::span<const float> scores) {
+void LessonScratch::weigh(std::span<const std::uint32_t> scored, std::span<const float> scores) {
   float top = -std::numeric_limits<float>::infinity();
   for (const float score : scores) top = score > top && std::isfinite(score) ? score : top;
   tokens.resize(scores.size());
@@ -61,7 +61,7 @@ std::uint32_t usually_observed(std::uint32_t tokens) noexcept {
 }  // namespace
 
 void GroupHistory::observe(std::uint32_t h, std::span<const std::uint32_t> tokens, std::span<const float> scores) {
-  Scratch& scratch = scratch_of_thread();
+  LessonScratch& scratch = lesson_scratch();
   scratch.weigh(tokens, scores);
   const std::size_t count = scratch.tokens.size();
   if (count == 0) return;
@@ -93,13 +93,13 @@ void GroupHistory::observe(std::uint32_t h, std::span<const std::uint32_t> token
 void GroupHistory::begin_lesson() noexcept {
   in_lesson_ = true;
   lossy_ = false;
-  scratch_of_thread().lesson.clear(tokens_);
+  lesson_scratch().lesson.clear(tokens_);
 }
 
 void GroupHistory::end_lesson() noexcept {
   in_lesson_ = false;
   if (lossy_) return journal_.restart(tokens_);
-  journal_.add(scratch_of_thread().lesson, most_lesson_bytes(static_cast<std::uint32_t>(heads_.size()), tokens_));
+  journal_.add(lesson_scratch().lesson, most_lesson_bytes(static_cast<std::uint32_t>(heads_.size()), tokens_));
 }
 
 void GroupHistory::truncate(std::uint32_t tokens) noexcept {

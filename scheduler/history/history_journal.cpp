@@ -7,11 +7,11 @@ namespace sluice::scheduler {
 namespace {
 
 /// Lists change in size by little from step to step: memory that fits as well as this serves again.
-constexpr std::size_t kSlackShare = 64;
+constexpr std::size_t kJournalSlackShare = 64;
 
 template <class T>
 void copy_tightly(const std::vector<T>& from, std::vector<T>& to) {
-  if (to.capacity() < from.size() || to.capacity() > from.size() + from.size() / kSlackShare) {
+  if (to.capacity() < from.size() || to.capacity() > from.size() + from.size() / kJournalSlackShare) {
     to = std::vector<T>();
     to.reserve(from.size());
   }

@@ -26,7 +26,7 @@ void add_absolutes(const float* row, std::vector<double>& sums) {
 constexpr std::uint32_t kBlock = 4'096;
 
 /// What one proposal needs and nothing after it.
-struct Scratch {
+struct LabelScratch {
   struct Best {
     std::vector<float> values;
     std::vector<std::uint32_t> places;
@@ -36,8 +36,8 @@ struct Scratch {
   std::vector<Best> best;             ///< [group]
 };
 
-Scratch& scratch_of_thread() {
-  thread_local Scratch scratch;
+LabelScratch& label_scratch() {
+  thread_local LabelScratch scratch;
   return scratch;
 }
 
@@ -110,7 +110,7 @@ void LabelCache::score(const float* q, std::uint32_t begin, std::uint32_t end, f
 
 /// To the scratch's scores.
 void LabelCache::score_all(const LabelQuery& query, KvReader& kv) const {
-  Scratch& scratch = scratch_of_thread();
+  LabelScratch& scratch = label_scratch();
   const std::uint32_t count = query.end - query.begin;
   scratch.scores.resize(std::size_t{count} * group_);
   if (channels_.empty()) {
@@ -141,11 +141,11 @@ void LabelCache::propose(const LabelQuery& query, KvReader& kv, std::span<TokenS
   (channels_.empty() ? counters.scored : counters.estimated) += count;
   counters.index_bytes += count * bytes_per_token();
 
-  Scratch& scratch = scratch_of_thread();
+  LabelScratch& scratch = label_scratch();
   scratch.best.resize(group_);
   const auto find = [&](std::uint32_t h) {
     if (((query.heads >> h) & 1) == 0) return;
-    Scratch::Best& best = scratch.best[h];
+    LabelScratch::Best& best = scratch.best[h];
     best.values.resize(count);
     best.places.resize(query.most);
     for (std::uint32_t i = 0; i < count; ++i) best.values[i] = scratch.scores[std::size_t{i} * group_ + h];

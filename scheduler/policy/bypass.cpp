@@ -9,7 +9,7 @@
 namespace sluice::scheduler {
 namespace {
 
-constexpr std::uint32_t kTokensAtOnce = 1024;
+constexpr std::uint32_t kPassedTokensAtOnce = 1024;
 
 double squared_norm(const float* q, std::uint32_t head_dim) {
   double sum = 0.0;
@@ -83,9 +83,9 @@ void SinkBypass::begin(const PromptContext& prompt) {
   std::vector<double> square_sum(group_, 0.0);
   std::vector<double> mean(group_);
   for (std::uint32_t h = 0; h < group_; ++h) mean[h] = logits(h, q + std::size_t{h} * head_dim_).mean;
-  probe.scores.resize(std::size_t{kTokensAtOnce} * group_);
-  for (std::uint32_t begin = sinks_; begin < prompt.tokens; begin += kTokensAtOnce) {
-    probe.tokens.resize(std::min(kTokensAtOnce, prompt.tokens - begin));
+  probe.scores.resize(std::size_t{kPassedTokensAtOnce} * group_);
+  for (std::uint32_t begin = sinks_; begin < prompt.tokens; begin += kPassedTokensAtOnce) {
+    probe.tokens.resize(std::min(kPassedTokensAtOnce, prompt.tokens - begin));
     std::iota(probe.tokens.begin(), probe.tokens.end(), begin);
     prompt.kv->score(q, probe.tokens, probe.scores.data());
     for (std::size_t i = 0; i < probe.tokens.size() * group_; ++i) {

@@ -28,7 +28,7 @@ struct SelectScratch {
   }
 };
 
-SelectScratch& scratch_of_thread() {
+SelectScratch& select_scratch() {
   thread_local SelectScratch scratch;
   return scratch;
 }
@@ -77,7 +77,7 @@ class SparsePolicy final : public LayerPolicy {
     const Step step = begin_step(tokens, head);
     if (!step.seen || head.whole || !forecasts(spec_)) return false;
     head.observing = all_heads();
-    const std::span<TokenSet> candidates = scratch_of_thread().candidates(group_);
+    const std::span<TokenSet> candidates = select_scratch().candidates(group_);
     SelectCounters counters;
     proposer_.propose({.kv_head = kv_head, .tokens = tokens}, head, candidates, counters);
     to.shared = proposer_.together(head);
@@ -179,7 +179,7 @@ class SparsePolicy final : public LayerPolicy {
       counters.candidates += row.attended();
       return;
     }
-    const std::span<TokenSet> candidates = scratch_of_thread().candidates(group_);
+    const std::span<TokenSet> candidates = select_scratch().candidates(group_);
     proposer_.propose_all(context.tokens, candidates);
     collect(context, head, candidates, nullptr, counters);
     head.scored.score(*context.kv, context.q, group_);
@@ -189,7 +189,7 @@ class SparsePolicy final : public LayerPolicy {
 
   void select_sparse(const HeadContext& context, SparseHead& head, SelectionRow& row, Bypass& bypass,
                      SelectCounters& counters) {
-    SelectScratch& scratch = scratch_of_thread();
+    SelectScratch& scratch = select_scratch();
     const std::span<TokenSet> candidates = scratch.candidates(group_);
     if (head.whole) {
       proposer_.propose_all(context.tokens, candidates);
@@ -229,7 +229,7 @@ class SparsePolicy final : public LayerPolicy {
     const std::size_t floats = context.behind.size() / std::max(behind, 1u);
     for (std::uint32_t row = 0; row < behind && bypass.heads != 0; ++row) {
       const float* const q = context.behind.data() + row * floats;
-      confirm(row + 1, head.scored.scores_by(q, *context.kv, group_, scratch_of_thread().behind));
+      confirm(row + 1, head.scored.scores_by(q, *context.kv, group_, select_scratch().behind));
       (budget_.estimates() ? counters.estimated : counters.scored) += head.scored.size();
     }
     head.observing &= ~bypass.heads;

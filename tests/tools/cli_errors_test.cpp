@@ -32,8 +32,8 @@ TEST_CASE("wrong usage is exit code 2 and one line that names the cause", "[cli]
     std::string named;
   };
   const auto wrong = GENERATE(values<Case>({
-      {"", "subcommand"},
-      {"nonsense", "nonsense"},
+      {"", "a command is missing; there are run"},
+      {"nonsense", "no command 'nonsense'; there are run"},
       {"run --prompt hello", "--model"},
       {"run " + kModel, "--prompt"},
       {"run " + kModel + "--prompt a --prompt-file b", "prompt"},
@@ -64,7 +64,7 @@ TEST_CASE("wrong usage is exit code 2 and one line that names the cause", "[cli]
       {"bench cpu --sections attention --length 1K --sinks 2", "--sinks"},
       {"bench cpu --sections attention --length 1K --sinks 1", "--sinks"},
       {"bench cpu --sections attention --length 60 --sinks 0.5", "--sinks"},
-      {"bench", "subcommand"},
+      {"bench", "a command is missing; there are "},
       {"bench tpu", "tpu"},
       {"run --modle x --prompt a", "--modle"},
       {"bench cpu --shape nosuch", "llama-3.1-8b"},

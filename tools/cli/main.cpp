@@ -21,20 +21,39 @@ int fail(const std::string& message, ExitCode code) {
   return code;
 }
 
-/// The subcommand that was being parsed, for "run `sluice bench cpu --help`".
-std::string parsed_command(const CLI::App& app) {
-  std::string name = "sluice";
-  for (const CLI::App* at = &app; at != nullptr && !at->get_subcommands().empty();) {
-    at = at->get_subcommands().front();
-    name += ' ' + at->get_name();
+/// The subcommand that was being parsed.
+struct ParsedCommand {
+  const CLI::App* app;
+  std::string name = "sluice";  ///< for "run `sluice bench cpu --help`"
+};
+
+ParsedCommand parsed_command(const CLI::App& app) {
+  ParsedCommand parsed{&app};
+  while (!parsed.app->get_subcommands().empty()) {
+    parsed.app = parsed.app->get_subcommands().front();
+    parsed.name += ' ' + parsed.app->get_name();
   }
-  return name;
+  return parsed;
+}
+
+/// The names of its subcommands, with commas between them.
+std::string commands_of(const CLI::App& app) {
+  std::string names;
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; }))
+    names += (names.empty() ? "" : ", ") + command->get_name();
+  return names;
 }
 
 /// An unknown word is reported before the required option that is missing because of it.
-std::string cause(const CLI::App& app, const CLI::ParseError& error) {
+std::string cause(const CLI::App& app, const CLI::App& parsed, const CLI::ParseError& error) {
   const std::vector<std::string> unknown = app.remaining(true);
-  return unknown.empty() ? error.what() : "unknown argument '" + unknown.front() + "'";
+  const std::string commands = commands_of(parsed);
+  if (unknown.empty()) {
+    const bool missing = !commands.empty() && dynamic_cast<const CLI::RequiredError*>(&error) != nullptr;
+    return missing ? "a command is missing; there are " + commands : error.what();
+  }
+  if (commands.empty() || unknown.front().starts_with('-')) return "unknown argument '" + unknown.front() + "'";
+  return "there is no command '" + unknown.front() + "'; there are " + commands;
 }
 
 int run(int argc, char** argv) {
@@ -70,7 +89,8 @@ int run(int argc, char** argv) {
     // Help and version are no errors. CLI11 itself would print the help without a look at what became of it.
     if (dynamic_cast<const CLI::CallForHelp*>(&error) != nullptr) write_stdout(app.help());
     if (error.get_exit_code() == 0) return kOk;
-    return fail(cause(app, error) + "; run `" + parsed_command(app) + " --help` for the options", kUsage);
+    const ParsedCommand parsed = parsed_command(app);
+    return fail(cause(app, *parsed.app, error) + "; run `" + parsed.name + " --help` for the options", kUsage);
   }
   return exit_code;
 }

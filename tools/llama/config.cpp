@@ -74,17 +74,18 @@ constexpr std::array kNeutral{Neutral{"hidden_act", "\"silu\""},
                               Neutral{"num_experts", "null"},
                               Neutral{"num_local_experts", "null"}};
 
+constexpr const char* kOtherModels =
+    "; the command runs LlamaForCausalLM and MistralForCausalLM ('llama', 'mistral'), `python -m sluice` most others";
+
 void require_type(const Fields& fields) {
   const auto type = fields.text("model_type");
   if (type != "llama" && type != "mistral") {
-    fields.fail("model_type", (type ? "is " + shown(*type) : "is missing") + "; this host runs 'llama' and 'mistral'",
-                Errc::unsupported);
+    fields.fail("model_type", (type ? "is " + shown(*type) : "is missing") + kOtherModels, Errc::unsupported);
   }
   const json* classes = fields.find("architectures");
   for (const json& name : classes == nullptr ? json::array() : *classes) {
     if (name != "LlamaForCausalLM" && name != "MistralForCausalLM") {
-      fields.fail("architectures", "has " + shown(name) + "; this host runs LlamaForCausalLM and MistralForCausalLM",
-                  Errc::unsupported);
+      fields.fail("architectures", "has " + shown(name) + kOtherModels, Errc::unsupported);
     }
   }
 }

@@ -17,19 +17,19 @@ using nlohmann::json;
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 20;
 
 /// Keys that change which token is chosen and that Sampler does not have, with the value at which they do not.
-struct Neutral {
+struct NeutralSetting {
   const char* name;
   double value;
 };
-constexpr std::array kNeutral{Neutral{"repetition_penalty", 1},
-                              Neutral{"encoder_repetition_penalty", 1},
-                              Neutral{"min_p", 0},
-                              Neutral{"typical_p", 1},
-                              Neutral{"epsilon_cutoff", 0},
-                              Neutral{"eta_cutoff", 0},
-                              Neutral{"num_beams", 1},
-                              Neutral{"no_repeat_ngram_size", 0},
-                              Neutral{"penalty_alpha", 0}};
+constexpr std::array kNeutralSettings{NeutralSetting{"repetition_penalty", 1},
+                                      NeutralSetting{"encoder_repetition_penalty", 1},
+                                      NeutralSetting{"min_p", 0},
+                                      NeutralSetting{"typical_p", 1},
+                                      NeutralSetting{"epsilon_cutoff", 0},
+                                      NeutralSetting{"eta_cutoff", 0},
+                                      NeutralSetting{"num_beams", 1},
+                                      NeutralSetting{"no_repeat_ngram_size", 0},
+                                      NeutralSetting{"penalty_alpha", 0}};
 
 /// A finite number in [least, most].
 std::optional<float> number(const Fields& fields, const char* name, double least, double most) {
@@ -50,7 +50,7 @@ std::optional<std::uint32_t> read_top_k(const Fields& fields) {
 
 std::vector<std::string> ignored_keys(const Fields& fields) {
   std::vector<std::string> keys;
-  for (const auto& [name, neutral] : kNeutral) {
+  for (const auto& [name, neutral] : kNeutralSettings) {
     const json* value = fields.find(name);
     if (value != nullptr && *value != neutral) keys.emplace_back(name);
   }

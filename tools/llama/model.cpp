@@ -17,7 +17,7 @@ std::shared_ptr<Device> real_device(const ModelOptions& options) {
   return options.device && options.device->info().own_processor ? options.device : nullptr;
 }
 
-[[noreturn]] void refuse(const std::string& why) { throw Error(Errc::invalid_argument, why); }
+[[noreturn]] void refuse_model(const std::string& why) { throw Error(Errc::invalid_argument, why); }
 
 }  // namespace
 
@@ -80,7 +80,7 @@ void Model::forward(std::span<const PlacedToken> tokens, const Attend& attend, A
 
 void Model::choose(Activations& work, std::uint32_t rows) const {
   if (rows == 0 || rows > work.rows)
-    refuse("logits of " + std::to_string(rows) + " rows are asked for, and the last forward pass had " +
+    refuse_model("logits of " + std::to_string(rows) + " rows are asked for, and the last forward pass had " +
            std::to_string(work.rows));
   work.chosen = 0;
   as_one_error("run the model", [&] { engine_->choose(work, rows); });
@@ -88,7 +88,7 @@ void Model::choose(Activations& work, std::uint32_t rows) const {
 }
 
 void Model::decode(std::span<const PlacedToken> tokens, const Attend& attend, Activations& work, Launch launch) const {
-  if (tokens.empty()) refuse("decode needs at least one token");
+  if (tokens.empty()) refuse_model("decode needs at least one token");
   if (work.rehearse && device() != nullptr)
     throw Error(Errc::unsupported,
                 "the policy chooses by rehearsed queries, which a model on a GPU does not compute; run it on the CPU "
@@ -101,20 +101,21 @@ void Model::decode(std::span<const PlacedToken> tokens, const Attend& attend, Ac
 
 void Model::likeliest(Activations& work, std::span<Likeliest> out) const {
   if (out.size() > work.chosen)
-    refuse(std::to_string(out.size()) + " rows are asked for, and " + std::to_string(work.chosen) + " have logits");
+    refuse_model(std::to_string(out.size()) + " rows are asked for, and " + std::to_string(work.chosen) +
+                 " have logits");
   as_one_error("run the model", [&] { engine_->likeliest(work, out); });
 }
 
 void Model::chosen_logits(Activations& work, std::uint32_t first, std::span<float> out) const {
   if (out.size() % config_.vocab_size != 0 || first + out.size() / config_.vocab_size > work.chosen)
-    refuse("logits from row " + std::to_string(first) + " on into " + std::to_string(out.size()) + " floats; " +
+    refuse_model("logits from row " + std::to_string(first) + " on into " + std::to_string(out.size()) + " floats; " +
            std::to_string(work.chosen) + " rows of " + std::to_string(config_.vocab_size) + " have some");
   as_one_error("run the model", [&] { engine_->logits(work, first, out); });
 }
 
 void Model::logits(Activations& work, std::uint32_t rows, std::span<float> out) const {
   if (out.size() != std::size_t{rows} * config_.vocab_size)
-    refuse("logits of " + std::to_string(rows) + " rows into " + std::to_string(out.size()) + " floats");
+    refuse_model("logits of " + std::to_string(rows) + " rows into " + std::to_string(out.size()) + " floats");
   choose(work, rows);
   chosen_logits(work, 0, out);
 }

@@ -21,7 +21,7 @@ static_assert(std::endian::native == std::endian::little, "safetensors is little
 constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;
 constexpr int kMaxDepth = 3;
 /// Bytes of a file that pass through a buffer at a time: few enough to stay in the cache until they are converted.
-constexpr std::uint64_t kPieceBytes = 256 * 1024;
+constexpr std::uint64_t kTensorPieceBytes = 256 * 1024;
 
 [[noreturn]] void fail_corrupt(const std::string& origin, const std::string& why) {
   throw Error(Errc::corrupt, origin + ": " + why + "; the file is damaged, fetch it again");
@@ -275,9 +275,9 @@ void Checkpoint::read(const StoredTensor& tensor, std::span<float> out) const {
   require_fit(tensor.dtype, tensor.bytes, out);
   if (tensor.dtype == DType::f32) return read(tensor, 0, std::as_writable_bytes(out));
   const std::uint64_t width = bytes_of(tensor.dtype);
-  std::vector<std::byte> piece(std::min(tensor.bytes, kPieceBytes));
+  std::vector<std::byte> piece(std::min(tensor.bytes, kTensorPieceBytes));
   for (std::uint64_t done = 0; done < tensor.bytes; done += piece.size()) {
-    piece.resize(std::min(tensor.bytes - done, kPieceBytes));
+    piece.resize(std::min(tensor.bytes - done, kTensorPieceBytes));
     read(tensor, done, piece);
     to_float(tensor.dtype, piece, out.subspan(done / width, piece.size() / width));
   }
@@ -288,7 +288,7 @@ bool Checkpoint::equal(const StoredTensor& a, const StoredTensor& b) const {
   std::vector<std::byte> left;
   std::vector<std::byte> right;
   for (std::uint64_t done = 0; done < a.bytes; done += left.size()) {
-    left.resize(std::min(a.bytes - done, kPieceBytes));
+    left.resize(std::min(a.bytes - done, kTensorPieceBytes));
     right.resize(left.size());
     read(a, done, left);
     read(b, done, right);

@@ -22,7 +22,7 @@ def whole(tokens: int) -> int:
     return tokens - tokens % PAGE
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["one", "two"])
+@pytest.fixture(scope="module", params=[pytest.param(False, marks=pytest.mark.nightly), True], ids=["one", "two"])
 def engine(request: pytest.FixtureRequest, model_of: Callable[[str], Path]) -> Iterator[Engine]:
     """With one forward under way, or two. Each test has salts of its own."""
     with Engine(model_of("Llama"), {}, asynchronous=request.param) as made:
