@@ -87,9 +87,12 @@ def server(wants: argparse.Namespace, label: str, folder: Path, limit: Limit) ->
     try:
         url = f"http://127.0.0.1:{port}"
         while not _answers(url):
-            if process.poll() is not None or limit.left() < 0:
+            if process.poll() is not None:
                 said = log.read_bytes()[first:].decode(errors="replace")
-                raise RuntimeError(f"the server does not answer; --log FILE keeps all that it says. {_cause(said)}")
+                raise RuntimeError(f"the server has ended; --log FILE keeps all that it says. {_cause(said)}")
+            if limit.left() < 0:
+                raise RuntimeError("the server does not answer in its share of the time; give a larger --limit, or one "
+                                   "of --servers")
             time.sleep(0.5)
         yield url
     finally:

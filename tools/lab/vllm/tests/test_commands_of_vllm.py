@@ -280,7 +280,7 @@ def test_a_rate_that_takes_too_long_is_told_and_the_next_one_goes_on(monkeypatch
 def test_a_server_that_does_not_start(run: Run) -> None:
     code, (found,) = run(serve.main, "--servers", "sluice", "--option", "polcy=full", model=SMOLLM2)
     assert code == 1 and found["step"] == "start"
-    assert "the server does not answer; --log " in found["error"] and "there is no option polcy" in found["error"]
+    assert "the server has ended; --log " in found["error"] and "there is no option polcy" in found["error"]
 
 
 def test_a_server_that_does_not_answer_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ def test_a_server_that_does_not_answer_in_time(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(serve, "_END_S", 1)
     out = tmp_path / "out"
     assert serve.main(["--model", ".", "--servers", "own", "--limit", "4", "--out", str(out)]) == 1
-    assert "does not answer" in json.loads(out.read_text())["error"]
+    assert "does not answer in its share of the time; give a" in json.loads(out.read_text())["error"]
     assert not any(running(int(number)) for number in told.read_text().split())
 
 
