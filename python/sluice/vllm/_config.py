@@ -116,8 +116,6 @@ def refuse(config: Any, settings: Settings) -> None:
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism (PCP)",
          "leave --prefill-context-parallel-size out"),
         (parallel.use_ubatching, "microbatches (dual batch overlap)", "leave --enable-dbo out"),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism, which no test has run with it",
-         "leave --pipeline-parallel-size out; --tensor-parallel-size is served"),
         (attention.backend not in (None, AttentionBackendEnum.CUSTOM) or bool(attention.backend_per_kind),
          "another attention backend", "give --attention-backend CUSTOM"),
         (attention.use_non_causal, "attention that is not causal", "leave use_non_causal out"),

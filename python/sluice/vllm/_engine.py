@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -15,12 +17,15 @@ from sluice.admission import AdmissionOptions
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, OutOfCapacity, Unsupported
 from sluice.options import DENSE_AUTO, Bucket, EngineOptions, Features, _refuse_scores
-from sluice.vllm._config import OWNER, Settings
+from sluice.vllm._config import OWNER, Settings, settings_of
 
 
 def in_order(specs: Mapping[str, Any]) -> list[str]:
     """Names of a model's attention layers, in the order in which they attend.
     @throws Unsupported naming a layer that is not served"""
+    if not specs:
+        raise Unsupported("this rank has no layer that attends: give a smaller --pipeline-parallel-size, or each rank "
+                          "some layers by VLLM_PP_LAYER_PARTITION")
     for name, spec in specs.items():
         if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
             raise Unsupported(f"layer {name} has a cache of the kind {type(spec).__name__}; Sluice serves full "
@@ -49,13 +54,13 @@ def make_engine(config: Any, layers: Sequence[Any], settings: Settings, device: 
 def engine_options(config: Any, layers: Sequence[Any], settings: Settings, device: torch.device) -> EngineOptions:
     """All but `near_bytes`, which depends on the memory that a GPU has."""
     scheduler, context = config.scheduler_config, config.model_config.max_model_len
-    host_bytes = settings.host_bytes // config.parallel_config.tensor_parallel_size
     windows = [each.sliding_window if each.sliding_window and each.sliding_window < context else 0 for each in layers]
     options = {"dense_tokens": DENSE_AUTO if settings.policy == "sluice" and device.type != "cpu" else 0,
                "kv_dtype": kv_dtype(layers, device), **settings.options}
     made = EngineOptions(
         layers=len(layers), **_shape(layers), **_logits(layers), windows=windows if any(windows) else None,
-        device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", host_bytes=host_bytes,
+        device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
+        host_bytes=settings.host_bytes // ranks_of(config, len(layers)),
         near_bytes=settings.near_bytes if device.type == "cpu" else None,
         # One more for a prefix on its way to the disk or from there, so that requests leave room for it.
         sequences=scheduler.max_num_seqs + (settings.disk is not None),
@@ -102,6 +107,13 @@ def _logits(layers: Sequence[Any]) -> dict[str, float]:
     return {"softcap": caps.pop(), "scale": first if uniform else 0.0}
 
 
+def ranks_of(config: Any, layers: int) -> Fraction:
+    """How many ranks of as many layers and heads as this one would be the model: host memory is shared by these."""
+    parallel, model = config.parallel_config, config.model_config
+    whole = layers if parallel.pipeline_parallel_size == 1 else model.get_total_num_hidden_layers()
+    return Fraction(parallel.tensor_parallel_size * whole, layers)
+
+
 def block_bytes(engine: Engine, config: Any, small: int) -> int:
     """Host memory as vLLM is to count it, whose blocks of all layers take `small` bytes. It divides layers with windows
     and others into groups, which share the blocks; so does the engine.
@@ -115,7 +127,8 @@ def block_bytes(engine: Engine, config: Any, small: int) -> int:
     pages = -(-(context + 2 * block_tokens) // shares.page_tokens)
     needed = shares.page_blocks * pages + shares.window_blocks * min(pages, shares.window_pages)
     if needed > shares.pages:
-        host = engine.options.host_bytes * config.parallel_config.tensor_parallel_size
-        raise OutOfCapacity(f"{OWNER}host_bytes is {host:,}, which do not hold a sequence of {context:,} tokens; give "
-                            f"{-(-host * needed // shares.pages):,} at least, or a smaller --max-model-len")
+        ranks, host = ranks_of(config, engine.options.layers), engine.options.host_bytes
+        least = math.ceil(-(-host * needed // shares.pages) * ranks)
+        raise OutOfCapacity(f"{OWNER}host_bytes is {settings_of(config).host_bytes:,}, which do not hold a sequence of "
+                            f"{context:,} tokens; give {least:,} at least, or a smaller --max-model-len")
     return shares.pages * shares.page_tokens * small // ((shares.page_blocks + shares.window_blocks) * block_tokens)

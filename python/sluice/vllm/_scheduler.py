@@ -42,8 +42,10 @@ class _KnowsPrompts:
         forwards = forwards_of(vllm_config)
         if not settings_of(vllm_config).prefixes:
             return
-        if forwards is None:
-            logger.info("Every prompt is read whole: the worker, which knows others, is in another process.")
+        if forwards is None or vllm_config.parallel_config.pipeline_parallel_size > 1:
+            # Of ranks with other layers one may have forgotten what another one knows.
+            logger.info("Every prompt is read whole: %s.", "the worker, which knows others, is in another process"
+                        if forwards is None else "ranks with pipeline parallelism do not know the same of them")
             return
         self.connector = Prefixes(forwards)
         if self.log_stats:

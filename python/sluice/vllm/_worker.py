@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention import selector
@@ -129,12 +130,14 @@ class Worker(_Worker):
 
     @contextlib.contextmanager
     def _errors_heard(self) -> Iterator[None]:
-        """vLLM reads the first rank's answers alone, and that waits for the others within the model: an error of
-        another one ends its process, and so all. Without it that rank would go on without what its forward had."""
+        """vLLM reads the answers of one rank alone, the first of those that have the last layers, which waits for the
+        others within the model: an error of another one ends its process, and so all. Without it that rank would go on
+        without what its forward had."""
+        parallel = self.parallel_config
         try:
             yield
         except Error:
-            if not self.rank:
+            if self.rank == parallel.world_size - parallel.tensor_parallel_size:
                 raise
             logger.exception("Sluice failed on rank %d, which ends all.", self.rank)
             raise SystemExit(1) from None
@@ -148,6 +151,8 @@ class Worker(_Worker):
             failed = self._link.forwards.failed()
             if failed:
                 setattr(output, FAILED, failed)
+        elif not get_pp_group().is_last_rank:
+            self._link.forwards.failed()  # Raises: others have what this rank's layers made.
         return output
 
 

@@ -192,6 +192,7 @@ def test_a_prompt_that_waits_is_not_looked_for_at_every_step() -> None:
     ({"disk": "d", "disk_bytes": "much"}, {}, "disk_bytes: \"much\" is no size"),
     ({"disk": "d", "disk_bytes": 1}, {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
     ({"disk": "d", "disk_bytes": 1}, {"distributed_executor_backend": "mp"}, "VLLM_ENABLE_V1_MULTIPROCESSING"),
+    ({"disk": "d", "disk_bytes": 1}, {"pipeline_parallel_size": 2}, "it is not with several GPUs"),
     ({"disk": "d", "disk_bytes": 1}, {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
 ])
 def test_what_is_refused(model_of: Callable[[str], Path], options: dict[str, Any], changes: dict[str, Any],

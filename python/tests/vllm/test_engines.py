@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sluice
@@ -36,13 +37,24 @@ def test_with_another_scheduler_a_failure_ends_the_engine(model_of: Callable[[st
 
 @pytest.mark.parametrize(("late", "asynchronous"), [(False, False), (True, False), (True, True)],
                          ids=["in a layer", "at its end", "in the next step"])
-def test_a_failure_ends_a_rank_whose_answers_nobody_reads(late: bool, asynchronous: bool,
+def test_a_failure_ends_a_rank_whose_answers_are_not_read(late: bool, asynchronous: bool,
                                                           model_of: Callable[[str], Path]) -> None:
     """As of a second rank."""
     with Engine(model_of("Llama"), {}, asynchronous=asynchronous) as engine:
         engine.worker.rank, engine.forwards._goes_on = 1, False
         with pytest.raises(SystemExit):
             engine.run(PROMPTS, greedy(30), Breaks(engine, 4, late))
+
+
+@pytest.mark.parametrize(("rank", "raised"), [(1, SystemExit), (2, sluice.DeviceError), (3, SystemExit)])
+def test_answers_are_those_of_the_first_rank_with_the_last_layers(rank: int, raised: type[BaseException],
+                                                                  model_of: Callable[[str], Path]) -> None:
+    """Of two stages with two ranks each."""
+    with Engine(model_of("Llama"), {}) as engine:
+        engine.worker.rank, engine.forwards._goes_on = rank, False
+        engine.worker.parallel_config = SimpleNamespace(world_size=4, tensor_parallel_size=2)
+        with pytest.raises(raised):
+            engine.run(PROMPTS, greedy(30), Breaks(engine, 4, late=True))
 
 
 def test_blocks_count_pages_of_the_engine(model_of: Callable[[str], Path]) -> None:

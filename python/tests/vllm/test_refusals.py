@@ -67,7 +67,6 @@ def test_the_second_model_runner_is_not_chosen(llama: Path, monkeypatch: pytest.
     ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
      "speculative decoding.*leave --speculative-config out"),
     ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8.*kv_dtype"),
-    ({"pipeline_parallel_size": 2}, "pipeline parallelism.*--tensor-parallel-size is served"),
     ({"attention_backend": "FLASH_ATTN"}, "another attention backend.*CUSTOM"),
     ({"kv_cache_memory_bytes": 1 << 20}, "--kv-cache-memory-bytes.*host_bytes"),
     ({"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")}, "KV connectors"),

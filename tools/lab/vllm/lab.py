@@ -9,10 +9,13 @@ import gc
 import json
 import os
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+BEGAN = time.monotonic()  #: of a command, whose limit counts the seconds in which vLLM is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # Models are folders.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # The engine can be looked into.
@@ -69,6 +72,17 @@ def graph_options(graphs: str, sequences: int) -> dict[str, Any]:
     return {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}}
 
 
+class Limit:
+    """Seconds that something may take, from `began` (now) on."""
+
+    def __init__(self, seconds: float, began: float | None = None) -> None:
+        self._ends = (time.monotonic() if began is None else began) + seconds
+
+    def left(self) -> float:
+        """Less than 0 if it is over."""
+        return self._ends - time.monotonic()
+
+
 class Results:
     """Lines of JSON on standard output, and in a file."""
 
@@ -103,15 +117,17 @@ class Engine:
         self.vllm = LLMEngine(vllm_config=config, executor_class=Executor.get_class(config), log_stats=False,
                               multiprocess_mode=False)
         self.core, self._config, self._count = self.vllm.engine_core.engine_core, config, 0
-        worker = self.core.model_executor.driver_worker.worker
-        self.forwards = None if sluice is None else worker._link.forwards  #: Sluice's
+        # Sluice's, where it is in this process.
+        self.forwards = None if sluice is None or config.parallel_config.world_size > 1 else (
+            self.core.model_executor.driver_worker.worker._link.forwards)
 
     def about(self) -> dict[str, Any]:
         """What it is made of."""
         cache, layers = self._config.cache_config, self._config.compilation_config.static_forward_context
-        attention = next(type(layer.impl) for layer in layers.values() if hasattr(layer, "impl"))
-        told = {"attention": f"{attention.__module__}.{attention.__name__}", "blocks": cache.num_gpu_blocks,
-                "block_tokens": cache.block_size, "async": bool(self._config.scheduler_config.async_scheduling),
+        attention = next((type(layer.impl) for layer in layers.values() if hasattr(layer, "impl")), None)
+        told = {"attention": attention and f"{attention.__module__}.{attention.__name__}",
+                "blocks": cache.num_gpu_blocks, "block_tokens": cache.block_size,
+                "async": bool(self._config.scheduler_config.async_scheduling),
                 "graphs": self._config.compilation_config.cudagraph_mode.name}
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -18,7 +19,9 @@ import kl
 import lab
 import models
 import normal_weights
+import prefixes
 import pytest
+import ranks
 import serve
 import soak
 import speed
@@ -71,6 +74,46 @@ def test_speed(run: Run, tmp_path: Path) -> None:
     assert "sluice" not in results[-2]["attention"]
 
 
+def test_progress_of_prompts_and_the_limit(run: Run) -> None:
+    code, (_, *found) = run(speed.main, "--every", "0", "--steps", "5", "200:2")
+    read, (decode,) = found[:-1], found[-1:]
+    assert code == 0 and decode["step"] == "decode" and {each["step"] for each in read} == {"prompt"}
+    # Steps of 64 tokens.
+    assert [each["tokens_read"] for each in read][:3] == [64, 128, 192] and read[-1]["tokens_read"] == 400
+    code, (*_, last) = run(speed.main, "--limit", "1", "--steps", "100000", "40:1")
+    assert code == 1 and last["step"] == "limit" and last["seconds"] == 1
+
+
+def test_all_memory_is_near(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option reaches Sluice where there is a GPU; a CPU has no near memory."""
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(speed, "sluice_options", lambda wants: given.append(
+        {"near_bytes": wants.near, "host_bytes": wants.host}) or lab.sluice_options(wants))
+    code, found = run(speed.main, "--memory", "all", "--steps", "2", "40:1")
+    assert code == 0 and given == [{"near_bytes": 16 << 20, "host_bytes": 16 << 20}]
+    assert {each["label"] for each in found} == {"all"}
+    for words in (("--own",), ("--near", "1MiB")):
+        with pytest.raises(SystemExit):
+            run(speed.main, "--memory", "all", *words, "40:1")
+
+
+def test_prefixes(run: Run, tmp_path: Path) -> None:
+    code, found = run(prefixes.main, "--disk", str(tmp_path / "disk"), "--length", "100", "--answer", "4")
+    assert code == 0 and [each["step"] for each in found] == ["memory 1", "memory 2", "disk 1", "disk 2", "later 1"]
+    assert all(each["ok"] and each["rows"] == [[None, None, each["rows"][at][2]] for at in range(8)] for each in found)
+    assert [each["known"] for each in found[:3]] == [[0] * 8, [96] * 8, [0] * 8]
+    assert found[3]["disk"]["found"] > 0 and found[4]["disk"]["found"] > 0 and found[4]["disk"]["refused"] == 0
+    with pytest.raises(SystemExit):
+        run(prefixes.main, "--disk", str(tmp_path / "disk"))
+
+
+def test_prefixes_that_are_not_found_are_told(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "sluice_options", lambda wants, **options: lab.sluice_options(
+        wants, **{name: value for name, value in options.items() if name == "host_bytes"}))
+    code, found = run(prefixes.main, "--disk", str(tmp_path / "disk"), "--length", "100", "--answer", "4")
+    assert code == 1 and [each["ok"] for each in found] == [True, True, True, False, False]
+
+
 def test_a_sequence_that_ends_is_not_measured(run: Run) -> None:
     with pytest.raises(RuntimeError, match="ended, by length, while it was measured: give a larger --max-len"):
         run(speed.main, "250:1")
@@ -110,6 +153,18 @@ def test_answers_that_end_before_anything_is_preempted(run: Run) -> None:
     code, (_, *found) = run(tokens.main, "--lengths", "5", "--answer", "20", "--modes", "eager")
     assert code == 1 and [(each["kind"], each["ok"]) for each in found] == [
         ("plenty", True), ("far", True), ("preempted", False)]
+
+
+def test_ranks(run: Run, tmp_path: Path) -> None:
+    """A pipeline, whose workers are processes."""
+    assert models.main([str(tmp_path / "made"), "--small", "--layers", "3", "--weights"]) == 0
+    code, (found,) = run(ranks.main, "--lengths", "5,60,100", "--answer", "20", "--shapes", "1x2",
+                         model=tmp_path / "made")
+    assert code == 0 and (found["tensor"], found["pipeline"], found["ok"]) == (1, 2, True)
+    assert [each[0] for each in found["rows"]] == [None] * 6 and found["blocks"] > 0
+    assert ranks.shapes_of("2x1,1x2,2x2") == [(2, 1), (1, 2), (2, 2)]
+    with pytest.raises(SystemExit):
+        run(ranks.main, "--shapes", "2")
 
 
 def test_the_margin_rule() -> None:
@@ -158,51 +213,124 @@ def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("plug_in")
 def test_serve(run: Run, tmp_path: Path) -> None:
-    code, found = run(serve.main, "--rates", "2", "--seconds", "2", "--input", "24", "--answer", "4", "--log",
-                      str(tmp_path / "log"), model=SMOLLM2)
-    assert code == 0 and [(each["rate"], each["completed"], each["failed"]) for each in found] == [(2.0, 4, 0)]
-    assert found[0]["median_ttft_ms"] > 0 and found[0]["p99_tpot_ms"] > 0
+    """Both servers, and each is measured in its share of the time."""
+    code, found = run(serve.main, "--rates", "2,4", "--seconds", "2", "--limit", "1200", "--input", "24", "--answer",
+                      "4", "--log", str(tmp_path / "log"), model=SMOLLM2)
+    assert code == 0
+    assert [(each["label"], each["step"], each.get("rate"), each.get("completed")) for each in found] == [
+        (label, *row) for label in ("own", "sluice")
+        for row in (("start", None, None), ("rate", 2.0, 4), ("rate", 4.0, 8))]
+    rates = [each for each in found if each["step"] == "rate"]
+    assert all(each["failed"] == 0 and each[f"p{share}_{what}_ms"] > 0 for each in rates for share in (50, 99)
+               for what in ("ttft", "tpot"))
     assert "Sluice keeps 30 layers" in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize("completed", [2, 0])
-def test_requests_that_fail_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completed: int) -> None:
-    def bench(words: list[str], **_: Any) -> SimpleNamespace:
-        assert words[words.index("--num-prompts") + 1] == "3"
-        told = {"completed": completed, "failed": 3 - completed, "median_ttft_ms": 0.0}
-        (tmp_path / words[words.index("--result-filename") + 1]).write_text(json.dumps(told))
-        return SimpleNamespace(returncode=0, stdout="", stderr="the server is gone")
+class Bench:
+    """`vllm bench serve`, of which `lasting` seconds are real and `completed` requests are answered."""
 
-    monkeypatch.setattr(serve.subprocess, "run", bench)
-    wants = SimpleNamespace(tokenizer=None, model=tmp_path, input=8, answer=2)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, completed: int | None = None, lasting: float = 0.0) -> None:
+        self._completed, self._lasting = completed, lasting
+        self.asked: list[tuple[float, int]] = []  #: rates and requests
+        monkeypatch.setattr(serve, "main_async", self)
+
+    async def __call__(self, words: Any) -> dict[str, Any]:
+        self.asked.append((words.request_rate, words.num_prompts))
+        print("the server is gone")
+        await asyncio.sleep(self._lasting)
+        done = words.num_prompts if self._completed is None else self._completed
+        return {"completed": done, "failed": words.num_prompts - done, "median_ttft_ms": 0.12345, "std_ttft_ms": 1.0}
+
+
+def wants(rates: str = "1", seconds: float = 40) -> SimpleNamespace:
+    return SimpleNamespace(tokenizer=None, model=Path("none"), input=8, answer=2, rates=rates, seconds=seconds)
+
+
+@pytest.mark.parametrize("completed", [2, 0])
+def test_requests_that_fail_are_not_measured(monkeypatch: pytest.MonkeyPatch, completed: int) -> None:
+    Bench(monkeypatch, completed)
     with pytest.raises(RuntimeError, match=f"{completed} of 3 requests were answered.*the server is gone"):
-        serve.bench(wants, "http://localhost", "1", 3, tmp_path)
+        serve.bench(wants(), "http://localhost", "1", 3, 60)
+
+
+def test_rates_share_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bench, out = Bench(monkeypatch), tmp_path / "out"
+    assert serve.rates_of(wants("1,2,4"), "own", "", lab.Limit(60), lab.Results("serve", out))
+    # As none of them takes any time, what is left is a third of it, a half, and all, but for --seconds.
+    assert bench.asked == [(float("inf"), 2), (1.0, 10), (2.0, 30), (4.0, 120)]
+    assert [json.loads(line)["median_ttft_ms"] for line in out.read_text().splitlines()] == [0.123] * 3
+
+
+def test_a_rate_that_takes_too_long_is_told_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch,
+                                                                     tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    bench = serve.bench
+    Bench(monkeypatch, lasting=60)
+    monkeypatch.setattr(serve, "bench", lambda wants, url, rate, *others: rate == "inf" or bench(
+        wants, url, rate, *others))
+    began = time.monotonic()
+    assert not serve.rates_of(wants("1,2"), "own", "", lab.Limit(4), lab.Results("serve", out))
+    assert time.monotonic() - began < 20
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [each["rate"] for each in found] == [1.0, 2.0]
+    assert all("were not answered in 2 s; give fewer --rates, or a larger --limit" in each["error"] for each in found)
 
 
 @pytest.mark.usefixtures("plug_in")
 def test_a_server_that_does_not_start(run: Run) -> None:
-    with pytest.raises(RuntimeError, match="(?s)the server does not answer; --log .*there is no option polcy"):
-        run(serve.main, "--option", "polcy=full", model=SMOLLM2)
+    code, (found,) = run(serve.main, "--servers", "sluice", "--option", "polcy=full", model=SMOLLM2)
+    assert code == 1 and found["step"] == "start"
+    assert "the server has ended; --log " in found["error"] and "there is no option polcy" in found["error"]
 
 
-def test_a_command_that_is_terminated_ends_its_server(tmp_path: Path) -> None:
+def test_a_server_that_does_not_answer_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends, and what it has started."""
+    told = tmp_path / "processes"
+    code = f"echo $$ >{told}; trap '' TERM; sleep 600 & echo $! >>{told}; wait"
+    monkeypatch.setattr(serve, "server_words", lambda *_: ["sh", "-c", code])
+    monkeypatch.setattr(serve, "_END_S", 1)
+    out = tmp_path / "out"
+    assert serve.main(["--model", ".", "--servers", "own", "--limit", "4", "--out", str(out)]) == 1
+    assert "does not answer in its share of the time; give a" in json.loads(out.read_text())["error"]
+    assert not any(running(int(number)) for number in told.read_text().split())
+
+
+def running(process: int) -> bool:
+    """One that has ended and of which nothing has asked is not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("servers", ["", "own,theirs"])
+def test_servers_that_are_none(servers: str) -> None:
+    with pytest.raises(SystemExit):
+        serve.main(["--model", ".", "--servers", servers])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM),
+                                              (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_command_that_is_ended_ends_its_server(tmp_path: Path, number: int, code: int) -> None:
     told = tmp_path / "server"
     server = (f"import os, pathlib, time; file = pathlib.Path({str(told)!r}); part = file.with_suffix('.part'); "
               "part.write_text(str(os.getpid())); part.rename(file); time.sleep(600)")
     command = ("import sys, serve; "
-               f"serve.server_words = lambda wants, port: [sys.executable, '-c', {server!r}]; serve.main(['--model', '.'])")
+               f"serve.server_words = lambda *_: [sys.executable, '-c', {server!r}]; serve.main(['--model', '.'])")
     with subprocess.Popen([sys.executable, "-c", command], cwd=Path(serve.__file__).parent) as process:
         try:
-            ends = time.monotonic() + 120
+            ends = time.monotonic() + 600
             while not told.exists() and time.monotonic() < ends:
                 assert process.poll() is None
                 time.sleep(0.1)
-            process.terminate()
-            assert process.wait(60) == 128 + signal.SIGTERM
+            process.send_signal(number)
+            assert process.wait(60) == code
         finally:
             process.kill()
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(told.read_text()), 0)
+    ends = time.monotonic() + 10
+    while running(int(told.read_text())) and time.monotonic() < ends:
+        time.sleep(0.1)
+    assert not running(int(told.read_text()))
 
 
 def test_the_cause_of_a_server_that_ended() -> None:
