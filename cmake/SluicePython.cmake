@@ -14,4 +14,4 @@ install(CODE "
     get_filename_component(file \"\${library}\" REALPATH)
     file(COPY_FILE \"\${file}\" \"\${CMAKE_INSTALL_PREFIX}/sluice/\${name}\")
   endforeach()" COMPONENT python)
-sluice_install_licences(sluice_c sluice/licences python)
+sluice_install_licences(sluice_c sluice/licences python libeigen3-dev)

@@ -34,7 +34,8 @@ source(include/sluice/throws.hpp "#pragma once  // BAD" "/// @throws Error{Errc:
 source(include/sluice/tells.hpp "#include \"sluice/error.hpp\"" "/// @throws Error{Errc::io}")
 source(scheduler/policy/a.cpp
   "#include \"sluice/policy.hpp\"" "#include \"scheduler/a.hpp\"" "#include \"cpu/a.hpp\"  // BAD"
-  "#include \"../../gpu/a.hpp\"  // BAD" "#include <tbb/task_arena.h>  // BAD")
+  "#include \"../../gpu/a.hpp\"  // BAD" "#include <tbb/task_arena.h>  // BAD" "#include <Eigen/Core>"
+  "#include <unsupported/Eigen/FFT>  // BAD")
 source(cpu/a.cpp
   "#include <hwloc.h>" "#include \"cpu/a.hpp\"" "#include \"gpu/a.hpp\"  // BAD" "#include <scheduler/a.hpp>  // BAD"
   "#include <cuda_runtime.h>  // BAD" "// std::cout << 1, printf(2), exit(3)" "const char* text = \"exit(1), abort()\""

@@ -4,7 +4,6 @@
 #include <string>
 
 #include "runtime/engine/parking.hpp"
-#include "scheduler/plan/forward_work.hpp"
 
 namespace sluice {
 namespace {
@@ -63,11 +62,8 @@ void Engine::Impl::import_prefix(SequenceId id, LayerId layer, const TensorView&
                 "import_prefix: layers come in order, with as many tokens and queries as layer 0; begin again with "
                 "that");
   }
-  const ForwardMemory m = memory.of(bucket).in(layer.value);
-  if (layer.value == 0) verbs.begin(m, stream);
-  verbs.append(m, {.layer = layer.value, .q = q, .k = k, .v = v, .out = {}, .stream = stream});
-  if (++next_layer < shape.layers) return;
-  verbs.end(m, stream);
+  enqueue_layer(memory.of(bucket), {.layer = layer.value, .q = q, .k = k, .v = v, .out = {}, .stream = stream});
+  if (next_layer < shape.layers) return;
   const bool done = await_end(importing) == ForwardStatus::done;
   std::optional<runtime::Rest> rest;
   if (!done) rest.emplace(await_idle());
@@ -132,22 +128,33 @@ void Engine::Impl::attend(const Bucket& asked, LayerId layer, const AttendArgs& 
                           .out = args.out,
                           .lse = args.lse == nullptr && bucket.audit ? m.audit_sums : args.lse,
                           .stream = stream};
-  if (layer.value == 0) verbs.begin(m, stream);
-  // Should one of these throw, part of the layer is enqueued: it cannot be repeated.
-  if (!programs.empty()) next_layer = kNone;
-  const auto stamp = [&](Stage stage) {
-    if (bucket.trace) verbs.stamp(m, layer.value, stage, stream);
-  };
-  stamp(Stage::start);
+  enqueue_layer(memory.of(bucket), call);
+}
+
+void Engine::Impl::enqueue_layer(const ForwardMemory& forward, const ForwardLayer& call) {
+  const ForwardMemory m = forward.in(call.layer);
   const ForwardMemory teams = m.teams();
-  for (const Stage stage : scheduler::stages_of(bucket, m.promotions != 0, teams.fetched_share())) {
-    hand_over(stage, teams, stream);
-    enqueue(stage, stage == Stage::append || stage == Stage::prefill ? m : teams, call);
-    if (stage == Stage::split && m.handover == Handover::host && m.asks()) verbs.signal(m, ++ticket, stream);
-    stamp(stage);
+  const scheduler::TaskGraph& graph = graph_of(teams);
+  if (call.layer == 0) {
+    for (const scheduler::Task& task : graph.opening()) enqueue(task.verb, m, call);
   }
-  if (layer.value + 1 == shape.layers) verbs.end(m, stream);
-  next_layer = layer.value + 1;
+  // Should one of these throw, part of the layer is enqueued: it cannot be repeated, unless that is all of an import's.
+  if (!programs.empty() && importing == 0) next_layer = kNone;
+  for (const scheduler::Task& task : graph.layer()) {
+    const bool of_rows = task.verb == scheduler::Verb::append || task.verb == scheduler::Verb::prefill;
+    enqueue(task.verb, of_rows ? m : teams, call);
+    if (task.stamped && m.bucket.trace) verbs.stamp(m, call.layer, task.stage, call.stream);
+  }
+  if (call.layer + 1 == options.shape.layers) {
+    for (const scheduler::Task& task : graph.closing()) enqueue(task.verb, m, call);
+  }
+  next_layer = call.layer + 1;
+}
+
+const scheduler::TaskGraph& Engine::Impl::graph_of(const ForwardMemory& teams) {
+  const scheduler::ForwardKind kind = scheduler::kind_of(teams);
+  const auto found = std::ranges::find(graphs, kind, &scheduler::TaskGraph::kind);
+  return found != graphs.end() ? *found : graphs.emplace_front(kind);
 }
 
 void Engine::Impl::require_values(const TensorView& v, std::uint32_t rows) const {
@@ -214,32 +221,35 @@ void Engine::Impl::require_capturable(const Bucket& bucket, void* stream) const 
               "enqueue forwards, or build the engine with handover device");
 }
 
-void Engine::Impl::hand_over(Stage stage, const ForwardMemory& m, void* stream) {
-  const Stage wants = m.fetches_chosen ? Stage::fetch : Stage::merge;
-  if (stage != wants || !m.asks()) return;
-  if (m.handover == Handover::stream) verbs.await_answer(m, stream);
-  if (m.handover == Handover::host) await_answer(ticket, stream);
-}
-
-void Engine::Impl::enqueue(Stage stage, const ForwardMemory& m, const ForwardLayer& layer) {
-  switch (stage) {
-    case Stage::append: return verbs.append(m, layer);
-    case Stage::prefill: return verbs.prefill(m, layer);
-    case Stage::rank: return verbs.rank(m, layer);
-    case Stage::score: return verbs.score(m, layer);
-    case Stage::choose:
-      if (m.proposes()) verbs.propose(m, layer);
-      return verbs.choose(m, layer);
-    case Stage::split: return verbs.split(m, layer);
-    case Stage::attend: return m.bucket.whole ? verbs.attend_whole(m, layer) : verbs.attend(m, layer);
-    case Stage::promote: return verbs.promote(m, layer);
-    case Stage::fetch: return verbs.fetch(m, layer);
-    case Stage::merge: return verbs.merge(m, layer);
-    case Stage::audit: return verbs.audit(m, layer);
-    case Stage::start:
-    case Stage::gather:  // A part of `prefill`.
-    case Stage::choose_far:
-    case Stage::attend_far: return;  // No verbs of the device.
+void Engine::Impl::enqueue(scheduler::Verb verb, const ForwardMemory& m, const ForwardLayer& layer) {
+  using scheduler::Verb;
+  switch (verb) {
+    case Verb::begin: return verbs.begin(m, layer.stream);
+    case Verb::append: return verbs.append(m, layer);
+    case Verb::prefill: return verbs.prefill(m, layer);
+    case Verb::rank: return verbs.rank(m, layer);
+    case Verb::score: return verbs.score(m, layer);
+    case Verb::propose: return verbs.propose(m, layer);
+    case Verb::choose: return verbs.choose(m, layer);
+    case Verb::split: return verbs.split(m, layer);
+    case Verb::signal: return verbs.signal(m, ++ticket, layer.stream);
+    case Verb::attend: return verbs.attend(m, layer);
+    case Verb::attend_whole: return verbs.attend_whole(m, layer);
+    case Verb::promote: return verbs.promote(m, layer);
+    case Verb::fetch: return verbs.fetch(m, layer);
+    case Verb::await_answer:
+      return m.handover == Handover::host ? await_answer(ticket, layer.stream) : verbs.await_answer(m, layer.stream);
+    case Verb::merge: return verbs.merge(m, layer);
+    case Verb::audit: return verbs.audit(m, layer);
+    case Verb::end: return verbs.end(m, layer.stream);
+    case Verb::apply:
+    case Verb::fill:
+    case Verb::cluster:  // Of a plan: see `send`.
+    case Verb::model:    // The caller's, before this.
+    case Verb::gather:   // A part of `prefill`.
+    case Verb::list_candidates:
+    case Verb::choose_far:
+    case Verb::attend_far: return;  // Workers' own.
   }
 }
 

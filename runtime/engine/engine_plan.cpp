@@ -267,6 +267,7 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
   try {
     grow(wanted);
     const std::vector<ForwardClustering> clusterings = due_clusterings(wanted);
+    const scheduler::TaskGraph& graph = graph_of(m.teams());
     write_rows(m, wanted);
     programs.newest().chunks.assign(m.slip_chunks, m.slip_chunks + bucket.prefills);
     if (m.sparse_prefill) programs.newest().tallies.resize(std::size_t{bucket.prefills} * options.shape.layers);
@@ -275,9 +276,11 @@ std::uint64_t Engine::Impl::send(std::vector<Wanted> wanted, const Bucket& bucke
     write_lists(m, wanted);
     if (bucket.trace) begin_trace(m);
     applied = true;
-    verbs.apply(m, *side, stream);
-    if (m.promotions != 0) verbs.fill(m, *side, stream);
-    if (!clusterings.empty()) verbs.cluster(m, clusterings, stream);
+    for (const scheduler::Task& task : graph.plan()) {
+      if (task.verb == scheduler::Verb::apply) verbs.apply(m, *side, stream);
+      if (task.verb == scheduler::Verb::fill) verbs.fill(m, *side, stream);
+      if (task.verb == scheduler::Verb::cluster && !clusterings.empty()) verbs.cluster(m, clusterings, stream);
+    }
     note_clustered(wanted);
   } catch (...) {
     choice.forget(forward);

@@ -55,8 +55,8 @@ void Engine::Impl::keep_trace(runtime::Program& program, bool done) noexcept {
   try {
     const scheduler::WorkShares shares = scheduler::shares_of(place, notes.rows, notes.before, notes.after);
     const runtime::ClockOffset offset = verbs.stamps_by_clock() ? runtime::ClockOffset{} : runtime::align(notes);
-    traced = std::make_unique<const ForwardTrace>(
-        runtime::trace_of(notes, offset, scheduler::forward_work(place, notes.rows, program.chunks, shares), done));
+    traced = std::make_unique<const ForwardTrace>(runtime::trace_of(
+        notes, offset, graph_of(m), scheduler::forward_work(place, notes.rows, program.chunks, shares), done));
   } catch (const std::bad_alloc&) {
     // The forward is worth more than its trace.
   }

@@ -13,21 +13,22 @@ std::uint32_t layers_of(const TraceNotes& notes) noexcept {
   return static_cast<std::uint32_t>(notes.stamps.size() / kStampedStages);
 }
 
-/// The stages of a layer in the order in which they ran: each began when the one before it ended.
-std::vector<StageRun> stages_of_layer(const TraceNotes& notes, std::int64_t ahead_ns, std::uint32_t layer) {
+/// The stages of a layer in the order of its tasks: each began when the one before it ended.
+std::vector<StageRun> stages_of_layer(const TraceNotes& notes, std::int64_t ahead_ns, const scheduler::TaskGraph& graph,
+                                      std::uint32_t layer) {
   const std::span stamps = std::span(notes.stamps).subspan(std::size_t{layer} * kStampedStages, kStampedStages);
   std::vector<StageRun> ran;
   const ForwardStamp& start = stamps[static_cast<std::size_t>(Stage::start)];
   if (start.forward != notes.forward) return ran;
-  for (std::uint32_t stage = 1; stage < kStampedStages; ++stage) {
-    if (stamps[stage].forward == notes.forward)
-      ran.push_back(
-          {.stage = static_cast<Stage>(stage), .end_ns = static_cast<std::int64_t>(stamps[stage].ns) + ahead_ns});
-  }
-  // At the same time: in their usual order.
-  std::ranges::stable_sort(ran, {}, &StageRun::end_ns);
   std::int64_t begin = static_cast<std::int64_t>(start.ns) + ahead_ns;
-  for (StageRun& each : ran) each.begin_ns = std::exchange(begin, each.end_ns);
+  for (const scheduler::Task& task : graph.layer()) {
+    const bool stamped = task.stamped || task.verb == scheduler::Verb::gather;
+    if (!stamped || task.stage == Stage::start) continue;
+    const ForwardStamp& stamp = stamps[static_cast<std::size_t>(task.stage)];
+    if (stamp.forward != notes.forward) continue;
+    const std::int64_t end = static_cast<std::int64_t>(stamp.ns) + ahead_ns;
+    ran.push_back({.stage = task.stage, .begin_ns = std::exchange(begin, end), .end_ns = end});
+  }
   return ran;
 }
 
@@ -70,7 +71,8 @@ ClockOffset align(const TraceNotes& notes) noexcept {
   return {.ahead_ns = low + (high - low) / 2, .error_ns = std::abs(high - low) / 2};
 }
 
-ForwardTrace trace_of(const TraceNotes& notes, const ClockOffset& offset, std::vector<WorkItem> work, bool done) {
+ForwardTrace trace_of(const TraceNotes& notes, const ClockOffset& offset, const scheduler::TaskGraph& graph,
+                      std::vector<WorkItem> work, bool done) {
   ForwardTrace trace{.forward = notes.forward,
                      .done = done,
                      .planned = notes.planned,
@@ -87,7 +89,7 @@ ForwardTrace trace_of(const TraceNotes& notes, const ClockOffset& offset, std::v
         {.sequence = look.sequence, .begin_us = us(ns_of(look.begin)), .end_us = us(ns_of(look.end))});
   std::vector<std::vector<StageRun>> layers;
   for (std::uint32_t layer = 0; layer < layers_of(notes); ++layer) {
-    layers.push_back(stages_of_layer(notes, offset.ahead_ns, layer));
+    layers.push_back(stages_of_layer(notes, offset.ahead_ns, graph, layer));
     for (const StageRun& each : layers.back()) {
       add({.stage = each.stage,
            .lane = lane_of(each.stage),

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "runtime/far/far_notes.hpp"
+#include "scheduler/plan/task_graph.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/step/forward_memory.hpp"
 #include "sluice/trace.hpp"
@@ -52,9 +53,9 @@ struct ClockOffset {
 /// The offset lies between the bounds that the closest of these give; rates of clocks count as equal.
 [[nodiscard]] ClockOffset align(const TraceNotes& notes) noexcept;
 
-/// The trace of a forward: of stages, those of which begin and end were stamped.
-[[nodiscard]] ForwardTrace trace_of(const TraceNotes& notes, const ClockOffset& offset, std::vector<WorkItem> work,
-                                    bool done);
+/// The trace of a forward of these tasks: of stages, those of which begin and end were stamped.
+[[nodiscard]] ForwardTrace trace_of(const TraceNotes& notes, const ClockOffset& offset,
+                                    const scheduler::TaskGraph& graph, std::vector<WorkItem> work, bool done);
 
 /// When the device had come to the end of a forward, by its trace.
 [[nodiscard]] Clock::time_point end_of(const ForwardTrace& trace) noexcept;

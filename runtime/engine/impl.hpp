@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <forward_list>
 #include <functional>
 #include <memory>
 #include <span>
@@ -27,6 +28,7 @@
 #include "runtime/far/mailbox.hpp"
 #include "runtime/kv/block_table.hpp"
 #include "runtime/kv/prefix_cache.hpp"
+#include "scheduler/plan/task_graph.hpp"
 #include "scheduler/prefill_auto.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
@@ -58,10 +60,12 @@ struct Engine::Impl : cpu::Kept {
   void require_rehearsed(const Bucket& bucket, LayerId layer, const TensorView& rehearsed) const;
   /// Likewise of one with scores; whether the layer wants some.
   bool require_scores(const Bucket& bucket, LayerId layer, const TensorView& scores) const;
-  void enqueue(Stage stage, const ForwardMemory& memory, const ForwardLayer& layer);
-  /// What stands between `split` and what wants the answer, before each stage that comes behind it: who waits where
-  /// kernels do not.
-  void hand_over(Stage stage, const ForwardMemory& memory, void* stream);
+  /// The tasks of a forward of this memory's bucket, as the verbs of its rows see that.
+  [[nodiscard]] const scheduler::TaskGraph& graph_of(const ForwardMemory& teams);
+  /// Those of a layer, and of the forward before its first and behind its last one. `forward`: of its bucket.
+  void enqueue_layer(const ForwardMemory& forward, const ForwardLayer& call);
+  /// One of them; where the calling thread does it, until that is done.
+  void enqueue(scheduler::Verb verb, const ForwardMemory& memory, const ForwardLayer& layer);
   /// Of calls that a graph is not to repeat: throws if what they enqueue would be captured.
   void require_uncaptured(const char* what, void* stream) const;
   /// Whether layers on this stream can be enqueued as they are: throws if it is captured, and that cannot be.
@@ -300,6 +304,7 @@ struct Engine::Impl : cpu::Kept {
   runtime::Programs programs;
   std::uint64_t planned = 0;     ///< the newest forward
   std::uint64_t good = 0;        ///< the newest that is known to have got to its end
+  std::forward_list<scheduler::TaskGraph> graphs;  ///< one of each kind of forward so far
   std::uint32_t next_layer = 0;  ///< of what is enqueued; kNone: one could not be
   std::uint64_t importing = 0;   ///< the forward that an import under way is; 0: there is none
   std::uint32_t importing_queries = 0;

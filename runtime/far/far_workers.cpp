@@ -1,4 +1,11 @@
 // Who answers, when: threads that watch, sleep, move, help with jobs and stand aside.
+//
+// They are ours, not oneTBB's. From when a word is written until a thread that spins on it begins is 0.4 us; until a
+// task that an arena is given begins, 2 to 6 us where one came 100 us before, 15 us after a pause of 1 ms, 21 us of 3
+// ms (medians of 3 runs, a realtime priority, oneTBB 2021.8): of a question that takes 9 to 11 us there and back. Jobs
+// are done by the same threads, for oneTBB's are the process's, one fewer than its cores: on two cores the tasks of an
+// arena of three ran one at a time, with a warning on stderr, and while one hung no other arena's ran. Here a piece
+// that does not return costs its engine alone.
 #include "runtime/far/far_workers.hpp"
 
 #include <algorithm>

@@ -1,8 +1,9 @@
 #include "scheduler/plan/forward_work.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
-#include <optional>
+#include <functional>
 #include <utility>
 
 #include "sluice/step/fetch_share.hpp"
@@ -96,7 +97,7 @@ std::uint64_t cut_of(const WorkPlace& place, std::span<const ForwardRow> rows, c
   return fetched;
 }
 
-/// Items of one forward, layer after layer.
+/// Work of the tasks of one forward.
 class WorkList {
  public:
   WorkList(const WorkPlace& place, std::span<const ForwardRow> rows, std::span<const ForwardChunk> chunks,
@@ -104,22 +105,81 @@ class WorkList {
       : place_(place), rows_(rows), chunks_(chunks), shares_(shares) {}
 
   std::vector<WorkItem> take() {
-    for (layer_ = 0; layer_ < place_.shape.layers; ++layer_) {
-      tokens_ = tokens_of(place_, rows_, shares_.chosen, layer_);
-      near_ = rounded(shares_.near * tokens_.attended);
-      elsewhere_ = rounded(tokens_.attended) - std::min(near_, rounded(tokens_.attended));
-      fetched_ = streams() ? elsewhere_ : std::min(elsewhere_, cut_of(place_, rows_, shares_, layer_));
-      linked_ = std::min(elsewhere_ - fetched_, rounded(shares_.linked * tokens_.attended));
-      // Of shares that leave the CPU nothing no token is left by rounding: one would be a question.
-      if (shares_.linked > 0.0 && shares_.near + shares_.linked > 1.0 - 1e-9) linked_ = elsewhere_ - fetched_;
-      for (const Stage stage : stages_of(place_.bucket, place_.promotes, fetch_share())) add(stage);
+    const ForwardTasks tasks = unrolled(TaskGraph(kind_of(place_)), place_.shape.layers);
+    before_.resize(tasks.nodes.size());
+    auto edge = tasks.edges.begin();
+    for (std::uint32_t node = 0; node < tasks.nodes.size(); ++node) {
+      const auto& [task, layer] = tasks.nodes[node];
+      if (task.verb == Verb::model) enter(layer);
+      const auto first = edge;
+      while (edge != tasks.edges.end() && edge->to == node) ++edge;
+      await(task, std::span(first, edge), node);
+      if (layer != kNone) add(task);
+      pass(task, node);
     }
     return std::move(items_);
   }
 
  private:
+  /// Tasks that must have ended, as bits: the node before is bit 0. Those further back than a layer or two end long
+  /// before.
+  using Ancestors = std::uint64_t;
+  static constexpr std::uint32_t kWindow = 64;
+  struct Before {
+    Ancestors ancestors = 0;
+    std::vector<std::uint32_t> ended{};  ///< items that have ended when the task has: its own, or if it has none theirs
+  };
+
+  void enter(std::uint32_t layer) {
+    layer_ = layer;
+    tokens_ = tokens_of(place_, rows_, shares_.chosen, layer_);
+    near_ = rounded(shares_.near * tokens_.attended);
+    elsewhere_ = rounded(tokens_.attended) - std::min(near_, rounded(tokens_.attended));
+    fetched_ = streams() ? elsewhere_ : std::min(elsewhere_, cut_of(place_, rows_, shares_, layer_));
+    linked_ = std::min(elsewhere_ - fetched_, rounded(shares_.linked * tokens_.attended));
+    // Of shares that leave the CPU nothing no token is left by rounding: one would be a question.
+    if (shares_.linked > 0.0 && shares_.near + shares_.linked > 1.0 - 1e-9) linked_ = elsewhere_ - fetched_;
+    queue_of(Queue::stream).insert(queue_of(Queue::stream).end(), beside_.begin(), beside_.end());
+    beside_.clear();
+    answered_ = false;
+  }
+
+  /// What the task's items wait for: tasks before it in its queue, and those that its edges come from, but for those
+  /// that others of them wait for.
+  void await(const Task& task, std::span<const TaskEdge> edges, std::uint32_t node) {
+    std::vector<std::uint32_t> direct = queue_of(task.queue);
+    for (const TaskEdge& edge : edges) direct.push_back(edge.from);
+    std::ranges::sort(direct, std::greater{});
+    direct.erase(std::ranges::unique(direct).begin(), direct.end());
+    after_.clear();
+    Ancestors known = 0;
+    for (const std::uint32_t from : direct) {
+      const std::uint32_t back = node - from - 1;
+      if (back < kWindow && (known >> back & 1) != 0) continue;
+      after_.insert(after_.end(), before_[from].ended.begin(), before_[from].ended.end());
+      if (back >= kWindow) continue;
+      known |= Ancestors{1} << back;
+      if (back + 1 < kWindow) known |= before_[from].ancestors << (back + 1);
+    }
+    std::ranges::sort(after_);
+    after_.erase(std::ranges::unique(after_).begin(), after_.end());
+    before_[node].ancestors = known;
+  }
+
+  /// What comes behind the task.
+  void pass(const Task& task, std::uint32_t node) {
+    before_[node].ended = added_.empty() ? after_ : std::exchange(added_, {});
+    if (task.beside) {
+      beside_.push_back(node);
+    } else {
+      queue_of(task.queue).assign(1, node);
+    }
+  }
+
+  [[nodiscard]] std::vector<std::uint32_t>& queue_of(Queue queue) noexcept {
+    return queues_[static_cast<std::size_t>(queue)];
+  }
   [[nodiscard]] bool streams() const noexcept { return place_.placement == PlacementMode::stream; }
-  [[nodiscard]] std::uint32_t fetch_share() const noexcept { return streams() ? kWholeFetchShare : place_.fetch_share; }
   /// Of a token's key and value.
   [[nodiscard]] std::uint64_t near_bytes() const noexcept { return 2 * place_.layout.near().row_bytes(); }
   [[nodiscard]] std::uint64_t far_bytes() const noexcept {
@@ -143,51 +203,46 @@ class WorkList {
                       .rows = rows,
                       .read = read,
                       .written = written,
-                      .after = before_});
+                      .after = after_});
     added_.push_back(static_cast<std::uint32_t>(items_.size() - 1));
   }
-  /// What comes waits for what was put since this was called last, if that was anything.
-  void go_on() {
-    if (!added_.empty()) before_ = std::exchange(added_, {});
-  }
 
-  void add(Stage stage) {
-    if (stage == Stage::append) add_append();
-    if (stage == Stage::prefill) add_prefill();
-    if (stage == Stage::rank) put(stage, Lane::device, tokens_.ranking, near_bytes() * tokens_.pages);
-    if (stage == Stage::score)
-      put(stage, Lane::device, tokens_.scoring, copy_bytes() * tokens_.scored + score_bytes() * tokens_.brought,
-          place_.shape.group() * score_bytes() * tokens_.brought);
-    if (stage == Stage::choose)
-      put(stage, Lane::device, tokens_.scoring + tokens_.clustered,
-          score_bytes() * place_.shape.group() * (tokens_.scored + tokens_.brought) +
-              4 * place_.shape.head_dim * tokens_.clusters + copy_bytes() * tokens_.sampled);
-    if (stage == Stage::split) add_split();
-    if (stage == Stage::attend) {
-      put(stage, Lane::device, tokens_.choosing, near_bytes() * near_);
-      const std::uint64_t over_link = place_.bucket.whole ? elsewhere_ : linked_;
-      if (over_link != 0) put(stage, Lane::link, tokens_.choosing, far_bytes() * over_link);
+  void add(const Task& task) {
+    const Stage stage = task.stage;
+    const bool asks = elsewhere_ - fetched_ - linked_ != 0 || tokens_.asking != 0;
+    switch (task.verb) {
+      case Verb::append: return add_append();
+      case Verb::gather: return add_chunks(stage, Lane::link, far_bytes());
+      case Verb::prefill: return add_chunks(stage, Lane::device, near_bytes());
+      case Verb::rank: return put(stage, Lane::device, tokens_.ranking, near_bytes() * tokens_.pages);
+      case Verb::score:
+        return put(stage, Lane::device, tokens_.scoring,
+                   copy_bytes() * tokens_.scored + score_bytes() * tokens_.brought,
+                   place_.shape.group() * score_bytes() * tokens_.brought);
+      case Verb::choose:
+        return put(stage, Lane::device, tokens_.scoring + tokens_.clustered,
+                   score_bytes() * place_.shape.group() * (tokens_.scored + tokens_.brought) +
+                       4 * place_.shape.head_dim * tokens_.clusters + copy_bytes() * tokens_.sampled);
+      case Verb::split:
+        put(stage, Lane::device, tokens_.choosing, 0, 4 * near_);
+        if (asks) put(stage, Lane::link, tokens_.choosing, 0, 4 * (elsewhere_ - fetched_ - linked_));
+        return;
+      case Verb::choose_far: return add_choose_far();
+      case Verb::attend_far: return add_attend_far();
+      case Verb::attend: return add_attend(linked_);
+      case Verb::attend_whole: return add_attend(elsewhere_);
+      case Verb::promote: return add_promote();
+      case Verb::fetch: return put(stage, Lane::link, tokens_.choosing, far_bytes() * fetched_);
+      case Verb::merge:
+        put(stage, Lane::device, tokens_.choosing, partials());
+        if (answered_) put(stage, Lane::link, tokens_.choosing, partials());
+        return;
+      case Verb::audit:
+        return put(stage, Lane::link, tokens_.choosing, 0,
+                   (8 * place_.shape.head_dim + 4) * std::uint64_t{place_.shape.q_heads} * tokens_.choosing +
+                       4 * (near_ + elsewhere_));
+      default: return;  // Of no bytes that count, or not of a layer.
     }
-    if (stage == Stage::promote) {
-      // Nobody waits for rows that come near: that is done beside the next forward.
-      put(stage, Lane::link, tokens_.choosing, far_bytes() * planes(shares_.promoted));
-      added_.clear();
-      put(stage, Lane::device, tokens_.choosing, 4 * planes(shares_.promoted), 4 * planes(shares_.promoted));
-      // They are listed in the launch of `merge`, unless the link is the device's alone: what comes behind that waits
-      // for both.
-      if (!place_.bucket.audit && fetch_share() != kWholeFetchShare) beside_ = std::exchange(added_, {});
-    }
-    // Who needs an answer waits for it, the others go on with what is enqueued.
-    if (stage == Stage::fetch) {
-      await(streams() && tokens_.asking != 0);
-      put(stage, Lane::link, tokens_.choosing, far_bytes() * fetched_);
-    }
-    if (stage == Stage::merge) add_merge();
-    if (stage == Stage::audit)
-      put(stage, Lane::link, tokens_.choosing, 0,
-          (8 * place_.shape.head_dim + 4) * std::uint64_t{place_.shape.q_heads} * tokens_.choosing +
-              4 * (near_ + elsewhere_));
-    go_on();
   }
 
   [[nodiscard]] std::uint64_t seen_keys(const ForwardChunk& chunk) const noexcept {
@@ -207,7 +262,7 @@ class WorkList {
     put(Stage::append, Lane::link, count, 0, far_bytes() * tokens + queries);
   }
 
-  void add_prefill() {
+  void add_chunks(Stage stage, Lane lane, std::uint64_t row_bytes) {
     std::uint32_t rows = 0;
     std::uint64_t keys = 0;
     for (const ForwardChunk& chunk : chunks_) {
@@ -215,44 +270,31 @@ class WorkList {
       rows += chunk.count;
       keys += std::uint64_t{place_.shape.kv_heads} * seen_keys(chunk);
     }
-    put(Stage::gather, Lane::link, rows, far_bytes() * keys);
-    go_on();
-    put(Stage::prefill, Lane::device, rows, near_bytes() * keys);
+    put(stage, lane, rows, row_bytes * keys);
   }
 
-  /// The CPU's part goes on beside the device's.
-  void add_split() {
+  void add_attend(std::uint64_t over_link) {
+    put(Stage::attend, Lane::device, tokens_.choosing, near_bytes() * near_);
+    if (over_link != 0) put(Stage::attend, Lane::link, tokens_.choosing, far_bytes() * over_link);
+  }
+
+  void add_choose_far() {
+    put(Stage::choose_far, Lane::cpu, tokens_.asking, far_bytes() / 2 * planes(shares_.scored * tokens_.asking));
+    answered_ = answered_ || !added_.empty();
+  }
+
+  void add_attend_far() {
     const std::uint64_t in_place = elsewhere_ - fetched_ - linked_;
-    const bool asks = in_place != 0 || tokens_.asking != 0;
-    put(Stage::split, Lane::device, tokens_.choosing, 0, 4 * near_);
-    if (asks) put(Stage::split, Lane::link, tokens_.choosing, 0, 4 * in_place);
-    go_on();
-    answer_.clear();
-    if (!asks) return;
-    const std::vector<std::uint32_t> asked = before_;
-    const double scored = shares_.scored * tokens_.asking;
-    put(Stage::choose_far, Lane::cpu, tokens_.asking, far_bytes() / 2 * planes(scored));
-    go_on();
     if (in_place != 0) put(Stage::attend_far, Lane::cpu, tokens_.choosing, far_bytes() * in_place);
-    go_on();
-    answer_ = std::exchange(before_, asked);
+    answered_ = answered_ || !added_.empty();
   }
 
-  void await(bool answer) {
-    if (!answer || answer_.empty()) return;
-    before_.insert(before_.end(), answer_.begin(), answer_.end());
-    answer_.clear();
-  }
-
-  void add_merge() {
-    const bool answered = std::ranges::any_of(items_, [&](const WorkItem& item) {
-      return item.layer == layer_ && item.lane == Lane::cpu;
-    });
-    await(true);
-    put(Stage::merge, Lane::device, tokens_.choosing, partials());
-    if (answered) put(Stage::merge, Lane::link, tokens_.choosing, partials());
-    added_.insert(added_.end(), beside_.begin(), beside_.end());
-    beside_.clear();
+  /// What `fill` brings near of the layer comes first: as much as is listed, beside any part of the forward, and
+  /// nothing waits for it.
+  void add_promote() {
+    put(Stage::promote, Lane::link, tokens_.choosing, far_bytes() * planes(shares_.promoted));
+    added_.clear();
+    put(Stage::promote, Lane::device, tokens_.choosing, 4 * planes(shares_.promoted), 4 * planes(shares_.promoted));
   }
 
   const WorkPlace& place_;
@@ -265,40 +307,22 @@ class WorkList {
   std::uint64_t elsewhere_ = 0;  ///< likewise, attended by the CPU or over the link
   std::uint64_t fetched_ = 0;    ///< of these, over the link, by `fetch`
   std::uint64_t linked_ = 0;     ///< likewise, by `attend`
-  std::vector<std::uint32_t> before_, added_;
-  std::vector<std::uint32_t> beside_;  ///< what runs beside `merge`
-  std::vector<std::uint32_t> answer_;  ///< what is to be waited for beside the device's own work
+  bool answered_ = false;        ///< the CPU has had something to do in the layer
+  std::array<std::vector<std::uint32_t>, kQueues> queues_;  ///< nodes that the next task of a queue comes behind
+  std::vector<std::uint32_t> beside_;                       ///< nodes that the rest of their layer does not wait for
+  std::vector<Before> before_;                              ///< [nodes]
+  std::vector<std::uint32_t> after_;                        ///< items that those of the task wait for
+  std::vector<std::uint32_t> added_;                        ///< items of the task that are waited for
   std::vector<WorkItem> items_;
 };
 
 }  // namespace
 
-StageList stages_of(const Bucket& bucket, bool promotes, std::uint32_t fetch_share) noexcept {
-  StageList stages;
-  stages.add(Stage::append);
-  if (bucket.prefills != 0) stages.add(Stage::prefill);
-  if (bucket.decode_rows == 0) return stages;
-  if (bucket.whole) {
-    stages.add(Stage::attend);
-    return stages;
-  }
-  if (bucket.pages) stages.add(Stage::rank);
-  if (bucket.top_k || bucket.unbounded) {
-    stages.add(Stage::score);
-    stages.add(Stage::choose);
-  }
-  stages.add(Stage::split);
-  stages.add(Stage::attend);
-  // Promotions hide behind the wait of `merge`, unless what lies near is to be written down first. Where only the
-  // device attends what is far, nothing is awaited behind `fetch`, which alone knows what the CPU has chosen.
-  const bool whole = fetch_share == kWholeFetchShare;
-  if (promotes && !bucket.audit && !whole) stages.add(Stage::promote);
-  if (fetch_share != 0) stages.add(Stage::fetch);
-  if (promotes && !bucket.audit && whole) stages.add(Stage::promote);
-  stages.add(Stage::merge);
-  if (bucket.audit) stages.add(Stage::audit);
-  if (promotes && bucket.audit) stages.add(Stage::promote);
-  return stages;
+ForwardKind kind_of(const WorkPlace& place) noexcept {
+  const bool streams = place.placement == PlacementMode::stream;
+  ForwardKind kind = kind_of(place.bucket, place.promotes, streams ? kWholeFetchShare : place.fetch_share);
+  kind.fetches_chosen = kind.fetches && streams;
+  return kind;
 }
 
 WorkShares shares_of(const WorkPlace& place, std::span<const ForwardRow> rows, const EngineStats& before,

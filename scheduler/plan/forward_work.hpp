@@ -1,10 +1,10 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "scheduler/plan/task_graph.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/engine_options.hpp"
 #include "sluice/shape.hpp"
@@ -30,21 +30,8 @@ struct WorkPlace {
   }
 };
 
-/// A few stages, in order.
-class StageList {
- public:
-  constexpr void add(Stage stage) noexcept { stages_[size_++] = stage; }
-  [[nodiscard]] constexpr const Stage* begin() const noexcept { return stages_.data(); }
-  [[nodiscard]] constexpr const Stage* end() const noexcept { return stages_.data() + size_; }
-
- private:
-  std::array<Stage, kStages> stages_{};
-  std::size_t size_ = 0;
-};
-
-/// The verbs of a layer in the order in which they are enqueued. `fetch_share`: of far rows that the device attends,
-/// see ForwardMemory.
-[[nodiscard]] StageList stages_of(const Bucket& bucket, bool promotes, std::uint32_t fetch_share) noexcept;
+/// Of its forwards.
+[[nodiscard]] ForwardKind kind_of(const WorkPlace& place) noexcept;
 
 /// What depends on queries and on the cache, not on the plan. By default as if the cache were empty and no two query
 /// heads of a group chose the same token.
@@ -89,9 +76,10 @@ struct WorkShares {
 /// Where tokens are attended that are not near follows from the placement, and in `hybrid` from the share of a list
 /// that is fetched: by the CPU, or over the link. (MagicPIG's are always attended by the CPU.) Chunks that choose
 /// blocks count as if they were dense; arithmetic is not counted, so that a chunk of a prompt takes longer than its
-/// bytes. An item waits for those of the stage that is enqueued before it, but `merge` not for `promote`, which runs in
-/// its launch unless the device attends all that is far; what the CPU does waits for `split`, and who waits for the CPU
-/// for that. Stages without rows have no items. What a model does between layers is not among them.
+/// bytes. Items are those of the tasks of the forward's TaskGraph, in their order, on all lanes that a task moves bytes
+/// over: they wait for those of the task before it in its queue, and of the tasks whose outputs it reads. What `fill`
+/// brings near is an item of `promote`, for which nothing waits.
+/// Stages without rows have no items. What a model does between layers is not among them.
 [[nodiscard]] std::vector<WorkItem> forward_work(const WorkPlace& place, std::span<const ForwardRow> rows,
                                                  std::span<const ForwardChunk> chunks, const WorkShares& shares);
 

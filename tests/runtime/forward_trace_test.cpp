@@ -36,6 +36,11 @@ TraceNotes notes_of(std::int64_t ahead, std::int64_t seen, std::int64_t early) {
   return notes;
 }
 
+/// Tasks of which those that the notes have stamps of are some.
+scheduler::TaskGraph all_stages() {
+  return scheduler::TaskGraph(scheduler::kind_of({.prefills = 1}, true, kWholeFetchShare));
+}
+
 /// A wait of a trace, in microseconds.
 struct Wait {
   Actor actor{};
@@ -99,7 +104,7 @@ TEST_CASE("nothing that was stamped tells of no offset, and older stamps are not
   for (ForwardStamp& stamp : notes.stamps) stamp.forward = kForward - kMostForwards;
   notes.far.answers.assign(2, {});
   REQUIRE(align(notes).ahead_ns == 0);
-  REQUIRE(trace_of(notes, {}, {}, true).spans.empty());
+  REQUIRE(trace_of(notes, {}, all_stages(), {}, true).spans.empty());
 }
 
 TEST_CASE("where the device fetches what is chosen, it waits for choices there and for the answer in merge",
@@ -113,7 +118,7 @@ TEST_CASE("where the device fetches what is chosen, it waits for choices there a
   notes.far.answers[0] = {.seen_ns = at(131), .answered_ns = at(139)};
   notes.far.answers[1] = {.seen_ns = at(155), .answered_ns = at(165)};
   notes.far.pieces = {{.stage = Stage::choose_far, .layer = 0, .thread = 1, .begin_ns = at(131), .end_ns = at(134)}};
-  const ForwardTrace trace = trace_of(notes, {}, {}, true);
+  const ForwardTrace trace = trace_of(notes, {}, all_stages(), {}, true);
   require_stalls(for_answers(trace), {{Actor::device, StallCause::unseen, 130, 131},
                                       {Actor::device, StallCause::choosing, 131, 134},
                                       {Actor::device, StallCause::attending, 136, 139}});
@@ -136,7 +141,7 @@ TEST_CASE("a stall is the part of a wait that the answer takes, by what it waits
   const std::vector<WorkItem> work{{.stage = Stage::attend_far, .lane = Lane::cpu, .rows = 2, .read = 30},
                                    {.stage = Stage::split, .lane = Lane::device, .rows = 3, .written = 4},
                                    {.stage = Stage::split, .lane = Lane::link, .rows = 3, .written = 5}};
-  const ForwardTrace trace = trace_of(notes, {}, work, true);
+  const ForwardTrace trace = trace_of(notes, {}, all_stages(), work, true);
   const std::vector<TraceStall> stalls = for_answers(trace);
   require_stalls(stalls, {{Actor::device, StallCause::unseen, 130, 132},
                           {Actor::device, StallCause::choosing, 132, 135},
@@ -183,16 +188,16 @@ TEST_CASE("who waits for whom is told of the device, of workers and of the calli
     return all;
   };
   // Where it is not known when the device was free, what comes before the first layer is nobody's.
-  require_stalls(trace_of(notes, {}, {}, true).stalls, joined(others, ends));
+  require_stalls(trace_of(notes, {}, all_stages(), {}, true).stalls, joined(others, ends));
   // The forward before ended 40 us behind the plan: until then the device did not wait.
   notes.idle = host(40);
-  require_stalls(trace_of(notes, {}, {}, true).stalls,
+  require_stalls(trace_of(notes, {}, all_stages(), {}, true).stalls,
                  joined(joined(joined({{Actor::device, StallCause::enqueuing, 40, 100}}, others),
                                {{Actor::workers, StallCause::computing, 40, 121}}),
                         ends));
   // It was free before.
   notes.idle = host(-40);
-  const ForwardTrace trace = trace_of(notes, {}, {}, true);
+  const ForwardTrace trace = trace_of(notes, {}, all_stages(), {}, true);
   REQUIRE(trace.stalls.front().begin_us == Approx(0).margin(1e-9));
   REQUIRE(end_of(trace) == host(180));
   REQUIRE(trace.spans[1].stage == Stage::gather);

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-#include "scheduler/plan/forward_work.hpp"
+#include "scheduler/plan/task_graph.hpp"
 #include "sluice/step/fetch_share.hpp"
 #include "tools/cli/bench/device_copies.hpp"
 #include "tools/cli/engine_flags.hpp"
@@ -103,8 +103,9 @@ std::uint32_t SyntheticForwards::verbs_of(const Bucket& bucket) const {
   const std::uint32_t share = options.placement == PlacementMode::stream ? kWholeFetchShare
                               : fetches                                  ? fetch_share_of(options.fetch_share)
                                                                          : 0;
-  const scheduler::StageList stages = scheduler::stages_of(bucket, promotes, share);
-  return static_cast<std::uint32_t>(stages.end() - stages.begin());
+  const scheduler::TaskGraph graph(scheduler::kind_of(bucket, promotes, share));
+  return static_cast<std::uint32_t>(std::ranges::count_if(
+      graph.layer(), [](const scheduler::Task& task) { return task.stamped && task.verb != scheduler::Verb::model; }));
 }
 
 std::vector<float> SyntheticForwards::out() const {
