@@ -38,13 +38,16 @@ DType dtype_of(std::int32_t value) {
   return static_cast<DType>(value);
 }
 
-std::optional<DigestKind> digests_of(std::uint32_t value) {
-  switch (value) {
-    case SLUICE_DIGESTS_NONE: return std::nullopt;
-    case SLUICE_DIGESTS_BOX: return DigestKind::box;
-    case SLUICE_DIGESTS_CUBOID_MEAN: return DigestKind::cuboid_mean;
-    default: refuse("digests", value, "SLUICE_DIGESTS_NONE, SLUICE_DIGESTS_BOX or SLUICE_DIGESTS_CUBOID_MEAN");
-  }
+/// What programs said themselves before version 9, and policies say now.
+void require_unused(const sluice_engine_options& options) {
+  constexpr const char* kNames[] = {"prompt_queries", "max_picks", "digests", "max_ranked", "max_window"};
+  const auto require = [](const char* name, std::uint64_t value) {
+    if (value != 0) refuse(name, static_cast<std::int64_t>(value), "0, as policies say it: name them in policies");
+  };
+  for (std::size_t i = 0; i < std::size(kNames); ++i) require(kNames[i], options.unused_sizes[i]);
+  require("max_clusters", options.unused_clusters);
+  require("forecasts", options.unused_forecasts);
+  require("code_bits", options.unused_code_bits);
 }
 
 std::uint32_t digests_of(const std::optional<DigestKind>& kind) noexcept {
@@ -162,17 +165,6 @@ std::vector<PolicySpec> policies_of(const sluice_engine_options& options) {
   return policies;
 }
 
-/// What a caller gave, with what has become of it; without policies.
-sluice_engine_options changed(const sluice_engine_options& given, const EngineOptions& to) {
-  sluice_engine_options out = from_engine(to);
-  out.device_type = given.device_type;
-  out.device_id = given.device_id;
-  out.device_bytes = given.device_bytes;
-  out.cores = given.cores;
-  out.windows = given.windows;
-  return out;
-}
-
 /// sluice::default_policies(), by their names.
 constexpr const char* kPolicies[] = {"sluice"};
 
@@ -186,26 +178,14 @@ sluice_engine_options default_options() {
   return options;
 }
 
-sluice_engine_options default_options(std::size_t struct_size) {
-  sluice_engine_options options = default_options();
-  if (struct_size > offsetof(sluice_engine_options, policies)) return options;
-  // As before there were policies, for which these have bounds.
-  options.cpu_sequences = options.cluster_sequences = 0;
-  options.max_clusters = 4096;
-  return options;
-}
-
 sluice_engine_options read_options(const sluice_engine_options* options) {
-  sluice_engine_options defaults = default_options();
-  // A caller that does not know the field has said all of it by other options.
-  defaults.policy_count = 0;
-  defaults.policies = nullptr;
-  return read_sized(options, kName, defaults);
+  return read_sized(options, kName, default_options());
 }
 
 EngineOptions to_engine(const sluice_engine_options& options) {
   const std::uint32_t page = options.page_tokens;
   if (page < 8 || page > 256 || (page & (page - 1)) != 0) refuse("page_tokens", page, "a power of two in [8, 256]");
+  require_unused(options);
   return {.shape = shape_of(options),
           .scale = options.scale,
           .softcap = options.softcap,
@@ -225,16 +205,8 @@ EngineOptions to_engine(const sluice_engine_options& options) {
           .in_flight = options.in_flight,
           .sequences = options.sequences,
           .cpu_sequences = options.cpu_sequences,
-          .forecasts = switch_of(options.forecasts, "sluice_engine_options.forecasts"),
           .policy_bytes = options.policy_bytes,
-          .prompt_queries = options.prompt_queries,
-          .max_picks = options.max_picks,
-          .digests = digests_of(options.digests),
-          .max_ranked = options.max_ranked,
-          .code_bits = narrowed(options.code_bits),
-          .max_window = options.max_window,
           .cluster_sequences = options.cluster_sequences,
-          .max_clusters = options.max_clusters,
           .import_rows = options.import_rows,
           .prefill_window = options.prefill_window,
           .prefill = prefill_of(options),
@@ -272,12 +244,6 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.in_flight = options.in_flight;
   out.sequences = options.sequences;
   out.cpu_sequences = options.cpu_sequences;
-  out.prompt_queries = options.prompt_queries;
-  out.max_picks = options.max_picks;
-  out.digests = digests_of(options.digests);
-  out.max_ranked = options.max_ranked;
-  out.code_bits = options.code_bits;
-  out.max_window = options.max_window;
   out.import_rows = options.import_rows;
   out.prefill_window = options.prefill_window;
   out.prefill_mode = mode_of(options.prefill.mode);
@@ -302,10 +268,8 @@ sluice_engine_options from_engine(const EngineOptions& options) {
   out.fetch_lists = options.fetch_lists;
   out.value_dim = options.shape.value_dim;
   out.cluster_sequences = options.cluster_sequences;
-  out.max_clusters = options.max_clusters;
   out.dense_tokens = options.dense_tokens;
   out.handover = static_cast<std::uint32_t>(options.handover);
-  out.forecasts = options.forecasts ? 1 : 0;
   return out;
 }
 
@@ -318,7 +282,9 @@ sluice_engine_sizes from_sizes(const EngineSizes& sizes) noexcept {
           .max_window = sizes.max_window,
           .max_clusters = sizes.max_clusters,
           .code_bits = sizes.code_bits,
-          .forecasts = sizes.forecasts ? 1u : 0u};
+          .forecasts = sizes.forecasts ? 1u : 0u,
+          .cpu_sequences = sizes.cpu_sequences,
+          .cluster_sequences = sizes.cluster_sequences};
 }
 
 std::uint32_t features_of(const Bucket& bucket) noexcept {
@@ -347,24 +313,19 @@ bool switch_of(std::uint32_t value, const char* name) {
 using namespace sluice;
 
 sluice_status sluice_engine_options_init(sluice_engine_options* options, size_t struct_size) {
-  return capi::guarded(
-      [&] { capi::init_sized(options, struct_size, capi::default_options(struct_size), capi::kName); });
-}
-
-sluice_status sluice_engine_options_make_room_for(sluice_engine_options* options, const char* policy, uint32_t tokens) {
-  return capi::guarded([&] {
-    const sluice_engine_options given = capi::read_options(options);
-    capi::require_pointer(policy, "policy");
-    EngineOptions raised = capi::to_engine(given);
-    make_room_for(parse_policy(policy), tokens, raised);
-    capi::write_sized(capi::changed(given, raised), options, capi::kName);
-  });
+  return capi::guarded([&] { capi::init_sized(options, struct_size, capi::default_options(), capi::kName); });
 }
 
 sluice_status sluice_engine_options_resolve(sluice_engine_options* options) {
   return capi::guarded([&] {
     const sluice_engine_options given = capi::read_options(options);
-    sluice_engine_options out = capi::changed(given, resolved(capi::to_engine(given)));
+    const EngineOptions found = resolved(capi::to_engine(given));
+    sluice_engine_options out = capi::from_engine(found);
+    out.device_type = given.device_type;
+    out.device_id = given.device_id;
+    out.device_bytes = given.device_bytes;
+    out.cores = given.cores;
+    out.windows = given.windows;
     out.policy_count = given.policy_count;
     out.policies = given.policies;
     capi::write_sized(out, options, capi::kName);

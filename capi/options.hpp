@@ -8,8 +8,6 @@ namespace sluice::capi {
 
 /// The defaults, which are those of EngineOptions.
 [[nodiscard]] sluice_engine_options default_options();
-/// Of a caller whose struct has so many bytes: before version 8 there were no policies.
-[[nodiscard]] sluice_engine_options default_options(std::size_t struct_size);
 
 /// What a caller gave, with defaults for fields that it does not know.
 [[nodiscard]] sluice_engine_options read_options(const sluice_engine_options* options);

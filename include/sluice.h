@@ -38,7 +38,7 @@ extern "C" {
 
 /// Of this header. Rises with every release that adds something; what an older one has stays as it is, or the library's
 /// soname changes.
-#define SLUICE_ABI_VERSION 8u
+#define SLUICE_ABI_VERSION 9u
 
 /// SLUICE_ABI_VERSION of the library that is loaded: at least the caller's, or functions may be missing.
 SLUICE_API uint32_t sluice_abi_version(void);
@@ -171,14 +171,8 @@ typedef struct sluice_engine_options {
 
   uint32_t in_flight;       ///< forwards that are planned and not finished, [1, 8] (2)
   uint32_t sequences;       ///< that live at once (16)
-  /// Of them, at most, those whose policies choose on the CPU. SLUICE_ALL_SEQUENCES (default): all of them if one of
-  /// `policies` does, and else none
-  uint32_t cpu_sequences;
-  uint32_t prompt_queries;  ///< of a prompt's newest tokens, for these policies, [1, 256] (32)
-  uint32_t max_picks;       ///< tokens that a query head may choose on the device (2048)
-  uint32_t digests;         ///< of full pages (SLUICE_DIGESTS_NONE)
-  uint32_t max_ranked;      ///< pages that a query head may choose (512)
-  uint32_t max_window;      ///< sinks and recent tokens of a policy, together (512)
+  uint32_t cpu_sequences;   ///< of them, at most, those whose policies choose on the CPU (SLUICE_ALL_SEQUENCES)
+  uint32_t unused_sizes[5];  ///< 0; before version 9 prompt_queries, max_picks, digests, max_ranked, max_window
   uint32_t import_rows;     ///< tokens of one import (512)
   uint32_t prefill_window;  ///< tokens of keys that a chunk of a prompt attends at a time (4096)
 
@@ -213,23 +207,16 @@ typedef struct sluice_engine_options {
   /// forwards with many lists, and 0 without a GPU; an engine's options say how much. 0 or that with SLUICE_PLACE_STREAM
   float fetch_share;
   /// Of `sequences`, at most, those whose policies choose among clusters of keys on the device, such as `tactic | int4`
-  /// (SLUICE_ALL_SEQUENCES: all of them if one of `policies` does, and else none); each has device memory for
-  /// max_clusters of them in every layer and KV head
+  /// (SLUICE_ALL_SEQUENCES); if one of `policies` does, each has device memory for clusters of every layer and KV head
   uint32_t cluster_sequences;
-  uint32_t max_clusters;  ///< of a KV head of a sequence; 0 (default): as many as `policies` want, or 4096 if none does
+  uint32_t unused_clusters;  ///< 0; before version 9 max_clusters
   /// Tokens of a sequence up to which it attends all of them, and its policy chooses nothing (0): of so few, reading
   /// everything takes less than choosing. SLUICE_DENSE_AUTO: as many as near_bytes have room for, of each of
   /// largest_decode_rows sequences, up to where choosing pays. Not of policies that choose on the CPU or among clusters
   uint32_t dense_tokens;
   uint32_t handover;      ///< SLUICE_HANDOVER_AUTO; an engine's options say what that came to
-  /// A switch (0): what histories of cpu_sequences propose lies ready in pinned memory before a layer begins, so that a
-  /// GPU chooses of it (`history | int4 |` top_k; top_p in buckets with SLUICE_BUCKET_UNBOUNDED) while the CPU learns.
-  /// With SLUICE_HANDOVER_DEVICE; engines on SLUICE_DEVICE_CPU have it off
-  uint32_t forecasts;
-  /// Bits of a channel of the copies of keys by which the device chooses tokens: 4, or 3, which takes less of its
-  /// memory and tells tokens apart less well; what a policy says (`int4`, `int3`) must be the same. 0 (default): what
-  /// `policies` want, and else 4, or no copies with SLUICE_BUCKET_SCORES
-  uint64_t code_bits;
+  uint32_t unused_forecasts;  ///< 0; before version 9 forecasts
+  uint64_t unused_code_bits;  ///< 0; before version 9 code_bits
   /// A forward with fewer lists, decode rows (or groups of drafts) times KV heads, fetches nothing of fetch_share (0):
   /// few lists are sooner attended by the CPU than a kernel that fetches has begun. At least 128 with SLUICE_FETCH_AUTO
   uint64_t fetch_lists;
@@ -240,11 +227,10 @@ typedef struct sluice_engine_options {
   /// SLUICE_PREFILL_FULL, parking, and policies but those that attend everything or choose among all tokens by copies
   /// of keys (`exact | int4`) or scores
   uint64_t value_dim;
-  /// Since version 8: policies that sequences will be begun with, as in sluice_engine_begin ("sluice"). The
-  /// engine has room for what they want of sequences of largest_max_tokens, beside what largest_features,
-  /// prompt_queries, max_picks, digests, max_ranked, max_window, max_clusters, code_bits and forecasts say; others are
-  /// served as far as they want no more. One engine has digests of one kind, and copies of keys of one width. 0, and in
-  /// structs of older versions: none
+  /// Since version 8: policies that sequences will be begun with, as in sluice_engine_begin ("sluice"; so in structs
+  /// of older versions). The engine has room for what they want of sequences of largest_max_tokens, beside what
+  /// largest_features say: sluice_engine_sizes. Others are served as far as they want no more. One engine has digests
+  /// of one kind, and copies of keys of one width. What an older program says of these sizes itself is refused
   uint64_t policy_count;
   const char* const* policies;  ///< [policy_count], at most 1024; null if there are none
 } sluice_engine_options;
@@ -252,14 +238,6 @@ typedef struct sluice_engine_options {
 /// Sets all options to their defaults. `struct_size` is sizeof(sluice_engine_options). `policies` then lie in the
 /// library.
 SLUICE_API sluice_status sluice_engine_options_init(sluice_engine_options* options, size_t struct_size);
-/// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features,
-/// digests, max_picks, max_ranked, max_window, prompt_queries, code_bits, cpu_sequences, cluster_sequences and
-/// max_clusters; and forecasts, if its history observes every fourth step or fewer. Lowers nothing, so that it can be
-/// called for several policies; call it when page_tokens is set. `policy` as in sluice_engine_begin. `policies`, which
-/// do the same when the engine is created, become none.
-SLUICE_API sluice_status sluice_engine_options_make_room_for(sluice_engine_options* options, const char* policy,
-                                                             uint32_t tokens);
-
 /// Since version 8: sets `options` to what an engine has that is created with them, but for what is left to its device:
 /// the features that `policies` want, cpu_sequences and cluster_sequences, and as many max_tokens as host_bytes hold.
 SLUICE_API sluice_status sluice_engine_options_resolve(sluice_engine_options* options);
@@ -275,11 +253,11 @@ SLUICE_API uint32_t sluice_cuda_devices(void);
 SLUICE_API sluice_status sluice_engine_create(const sluice_engine_options* options, sluice_engine** engine);
 /// What was enqueued on streams of the caller must have run. `engine` may be null.
 SLUICE_API void sluice_engine_destroy(sluice_engine* engine);
-/// As it was created with, max_tokens being what there is room for. `cores`, `windows` and `policies` are valid until
-/// the engine is destroyed.
+/// As it was created with, max_tokens being what there is room for; cpu_sequences and cluster_sequences stay the bounds
+/// that they were. `cores`, `windows` and `policies` are valid until the engine is destroyed.
 SLUICE_API sluice_status sluice_engine_get_options(const sluice_engine* engine, sluice_engine_options* options);
 
-/// What an engine has room for, of what policies want beside the features of its largest bucket. Since version 8.
+/// What an engine has room for, of what its policies want beside the features of its largest bucket. Since version 8.
 typedef struct sluice_engine_sizes {
   uint32_t struct_size;
   uint32_t prompt_queries;  ///< of a prompt's newest tokens, for each of cpu_sequences
@@ -288,8 +266,13 @@ typedef struct sluice_engine_sizes {
   uint32_t max_ranked;      ///< pages that a query head may choose
   uint32_t max_window;      ///< sinks and recent tokens of a policy, together
   uint32_t max_clusters;    ///< of a KV head, for each of cluster_sequences
-  uint32_t code_bits;       ///< of a channel of the copies of keys; 0: there are none
-  uint32_t forecasts;       ///< a switch: what histories propose lies ready for the device
+  uint32_t code_bits;       ///< of a channel of the copies of keys by which the device chooses: 4 or 3; 0: none
+  /// A switch: what histories propose lies ready in pinned memory before a layer begins, so that a GPU chooses of it
+  /// while the CPU learns. With SLUICE_HANDOVER_DEVICE; engines on SLUICE_DEVICE_CPU have it off
+  uint32_t forecasts;
+  // Since version 9:
+  uint32_t cpu_sequences;      ///< that live at once and whose policies choose on the CPU
+  uint32_t cluster_sequences;  ///< that live at once and whose policies choose among clusters on the device
 } sluice_engine_sizes;
 SLUICE_API sluice_status sluice_engine_get_sizes(const sluice_engine* engine, sluice_engine_sizes* sizes);
 

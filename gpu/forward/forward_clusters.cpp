@@ -84,7 +84,7 @@ class Launches {
 }  // namespace
 
 void check_clusters(const ForwardMemory& memory) {
-  const char* const remedy = "let the CPU choose: leave int4 out of the policy, and EngineOptions::cluster_sequences 0";
+  const char* const remedy = "let the CPU choose: leave int4 out of the policy";
   check_tuned("clusters", memory.shape.head_dim, remedy);
   if (memory.max_clusters > kMostClusters)
     throw Error(Errc::unsupported, "clusters: max_clusters is " + std::to_string(memory.max_clusters) +

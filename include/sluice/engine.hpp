@@ -315,7 +315,8 @@ class Engine {
   /// each thread that has, before the engine goes; of several engines in the reverse order.
   void unpin_caller() noexcept;
   /// As it was built with, and what the device made of it: max_tokens of the largest bucket are those that there is
-  /// room for, its features those that `policies` want, too, and no option is left to the engine.
+  /// room for, its features those that `policies` want, too, and what was left to the engine is as it has chosen.
+  /// cpu_sequences and cluster_sequences stay the bounds that they were; sizes() says how many there are.
   [[nodiscard]] const EngineOptions& options() const noexcept;
   [[nodiscard]] const EngineSizes& sizes() const noexcept;
   /// Whether `attend` may be called for a stream that is captured: the device has graphs, and the wait for the CPU's

@@ -109,12 +109,11 @@ struct EngineOptions {
   /// kDenseAuto
   std::uint32_t dense_tokens = 0;
   /// Policies that sequences will be begun with. An engine is built with room for what they want of sequences of
-  /// largest.max_tokens: features of the largest bucket, copies and digests of keys, queries of prompts, tokens and
-  /// pages to choose. Other policies are served as far as they want no more. One engine has digests of one kind, and
-  /// copies of keys of one width. Engine::sizes() and Engine::options() say what it came to. A policy that attends
-  /// everything or a share of the mass takes 4 bytes of device and pinned memory for each decode row, KV head and token
-  /// of a sequence, and with `audit` as much in each layer: bound largest.max_tokens. Empty: nothing but what the
-  /// options below and `largest` say.
+  /// largest.max_tokens: features of the largest bucket, and what EngineSizes has. Other policies are served as far as
+  /// they want no more. One engine has digests of one kind, and copies of keys of one width. Engine::sizes() and
+  /// Engine::options() say what it came to. A policy that attends everything or a share of the mass takes 4 bytes of
+  /// device and pinned memory for each decode row, KV head and token of a sequence, and with `audit` as much in each
+  /// layer: bound largest.max_tokens. Empty: room for what `largest` says, and for a window and a choice of one token.
   std::vector<PolicySpec> policies = default_policies();
   /// Of all buckets; forwards of smaller ones take no memory of their own. `policies` add the features that they want.
   /// Its max_tokens become what host_bytes hold if they are 0 or more than that, and whole pages. With `audit`, each
@@ -123,40 +122,19 @@ struct EngineOptions {
   Bucket largest{};
   std::uint32_t in_flight = 2;   ///< forwards that are planned and not finished; [1, kMostForwards]
   std::uint32_t sequences = 16;  ///< that live at once
-  /// Of them, at most, those whose policies choose on the CPU: each has room for the queries of its prompt's newest
-  /// tokens. kAllSequences: all of them if one of `policies` chooses there, and else none.
+  /// Of them, at most, those whose policies choose on the CPU, if one of `policies` does: each has room for the queries
+  /// of its prompt's newest tokens.
   std::uint32_t cpu_sequences = kAllSequences;
-  /// What histories of cpu_sequences propose lies ready for the device before a layer begins, where that can estimate
-  /// and choose (`history | int4`, top_k; top_p in unbounded buckets): then it does, and the CPU learns beside. Takes
-  /// pinned memory of each of these sequences, a bit for each token, layer and query head. With Handover::device, and
-  /// a device given: without one the cores that would estimate all keys had better read the few that are proposed.
-  /// It can be set to have more room than `policies` want, as the options that EngineSizes has, too.
-  bool forecasts = false;
   /// What policies of these sequences may keep on the heap, which grows with their tokens; 0: no bound. Each sequence
   /// counts for the most that its policy may keep of the tokens it has, a fork in full: of its keys and values in bf16,
   /// if 4 query heads share a KV head, about 5% with clusters (tactic) and 7% with history (lfps; 8% of 8K tokens), of
   /// which 3% are what its newest 32 tokens have changed; more than these with hash tables (magicpig). What would
   /// exceed it is refused.
   std::uint64_t policy_bytes = 0;
-  std::uint32_t prompt_queries = 32;  ///< as many; history wants 32, see HistoryOptions::init_queries. [1, 256]
-  std::uint32_t max_picks = 2048;     ///< tokens that a query head may choose on the device
-  /// Of full pages, for policies that rank them: 2 * head_dim numbers of device memory for each page that host_bytes
-  /// hold. What a policy calls them (PageSourceOptions::digest) must be the same.
-  std::optional<DigestKind> digests{};
-  std::uint32_t max_ranked = 512;  ///< pages that a query head may choose
-  /// Of a channel of the copies of all keys by which the device chooses tokens, see CodeLayout: 4, or 3, which takes
-  /// head_dim / 8 bytes of device memory less for each token, layer and KV head, and tells tokens apart less well. What
-  /// a policy says (`int4`, `int3`) must be the same. 0: what `policies` say that choose by them; if there are none, 4,
-  /// or no copies where the largest bucket has scores of the caller.
-  std::uint32_t code_bits = 0;
-  std::uint32_t max_window = 512;  ///< sinks and recent tokens of a policy, together
-  /// Of `sequences`, at most, those whose policies choose among clusters on the device (tactic | int4): each has room
-  /// in device memory for max_clusters centroids of every layer and KV head, in float32, and 4 bytes for each token
-  /// that a sequence may have, if the largest bucket is unbounded. kAllSequences: all of them if one of `policies` does
-  /// so, and else none.
+  /// Of `sequences`, at most, those whose policies choose among clusters on the device (tactic | int4), if one of
+  /// `policies` does: each has room in device memory for EngineSizes::max_clusters centroids of every layer and KV
+  /// head, in float32, and 4 bytes for each token that a sequence may have.
   std::uint32_t cluster_sequences = kAllSequences;
-  /// Of a KV head of a sequence. 0: as many as `policies` want; if none does, 4096: with size=32, 131,072 tokens
-  std::uint32_t max_clusters = 0;
   std::uint32_t import_rows = 512;  ///< tokens of one import
   /// Tokens of keys that a chunk of a prompt attends at a time, in device memory. If blocks of prompts are chosen, all
   /// that the largest bucket's longest sequence has.
@@ -189,32 +167,34 @@ struct EngineOptions {
   std::function<void()> before_answer{};
 };
 
-/// What an engine has room for, of what policies want beside the features of its largest bucket.
+/// What an engine has room for, of what its policies want beside the features of its largest bucket.
 struct EngineSizes {
-  std::uint32_t prompt_queries = 1;     ///< of a prompt's newest tokens, for each of EngineOptions::cpu_sequences
+  std::uint32_t cpu_sequences = 0;      ///< that live at once and whose policies choose on the CPU
+  std::uint32_t cluster_sequences = 0;  ///< that live at once and whose policies choose among clusters on the device
+  std::uint32_t prompt_queries = 1;     ///< of a prompt's newest tokens, for each of cpu_sequences
   std::uint32_t max_picks = 1;          ///< tokens that a query head may choose on the device
   std::uint32_t max_ranked = 1;         ///< pages that a query head may choose
   std::uint32_t max_window = 1;         ///< sinks and recent tokens of a policy, together
-  std::uint32_t max_clusters = 1;       ///< of a KV head, for each of EngineOptions::cluster_sequences
-  std::uint32_t code_bits = 0;          ///< of a channel of the copies of keys; 0: there are none
-  std::optional<DigestKind> digests{};  ///< of full pages; none: they have none
-  bool forecasts = false;               ///< what histories propose lies ready for the device
+  std::uint32_t max_clusters = 1;       ///< of a KV head, for each of cluster_sequences
+  /// Of a channel of the copies of all keys by which the device chooses tokens, see CodeLayout: 4 (`int4`), or 3
+  /// (`int3`), which takes head_dim / 8 bytes of device memory less for each token, layer and KV head, and tells tokens
+  /// apart less well. 4 if no policy says it; 0, no copies, if none does and the largest bucket has scores of the
+  /// caller
+  std::uint32_t code_bits = 0;
+  /// Of full pages, for policies that rank them (PageSourceOptions::digest): 2 * head_dim numbers of device memory for
+  /// each page that host_bytes hold. None: no policy ranks pages
+  std::optional<DigestKind> digests{};
+  /// What histories of cpu_sequences propose lies ready for the device before a layer begins, which estimates and
+  /// chooses of it while the CPU learns: where a policy's history tells the device (`history | int4`, top_k or top_p)
+  /// and observes every fourth step or fewer, with Handover::device and a device given. Takes pinned memory of each of
+  /// these sequences, a bit for each token, layer and query head.
+  bool forecasts = false;
   friend bool operator==(const EngineSizes&, const EngineSizes&) = default;
 };
 
-/// Raises in `options` what a sequence of this policy needs that grows to `tokens` tokens, memory apart: features of
-/// the largest bucket, digests, max_picks, max_ranked, max_window, prompt_queries and code_bits; cpu_sequences to one
-/// at least, if it chooses on the CPU and no number is given; `forecasts`, if its history tells the device and observes
-/// so few steps that this is faster; cluster_sequences likewise and max_clusters, if it chooses among clusters on the
-/// device. Lowers nothing, so that it can be called for several policies; EngineOptions::policies, which do the same
-/// when the engine is built, become empty.
-/// @throws Error{Errc::invalid_argument}; Error{Errc::unsupported} if no engine serves the policy, or not beside those
-/// that `options` are for: digests are of one kind, and so are copies of keys.
-void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options);
-
 /// The same options as an engine has them, but for what is left to its device: checked, with the features that
-/// `policies` want, the sequences that have room of their own, and max_tokens of the largest bucket as far as
-/// host_bytes hold them.
+/// `policies` want, cpu_sequences and cluster_sequences as EngineSizes has them, and max_tokens of the largest bucket
+/// as far as host_bytes hold them.
 /// @throws Error{Errc::invalid_argument} naming the option; Error{Errc::unsupported} naming the policy
 [[nodiscard]] EngineOptions resolved(const EngineOptions& options);
 

@@ -59,7 +59,7 @@ struct EngineMemoryUse {
   std::uint64_t prefixes = 0;         ///< host, not reserved: names of tokens, and what finds pages by them
   std::uint64_t near_pages = 0;       ///< device
   std::uint64_t near_pages_used = 0;  ///< of these, when the newest forward ended
-  std::uint64_t codes = 0;            ///< device: copies of keys, of EngineOptions::code_bits a channel
+  std::uint64_t codes = 0;            ///< device: copies of keys, of EngineSizes::code_bits a channel
   std::uint64_t digests = 0;          ///< device: of full pages
   std::uint64_t buffers = 0;          ///< device: tables, scores, choices, windows of prompts and scratch
 

@@ -16,7 +16,7 @@ VARIABLE = "SLUICE_LIBRARY"
 """Environment variable that names the library; the first place that is looked at."""
 
 _BUNDLED = Path(__file__).with_name("libsluice.so")
-_SYSTEM = "libsluice.so.0"
+_SYSTEM = "libsluice.so.1"
 
 # Arguments of what returns a status. Handles, tensors and buckets on the way to `attend` are plain addresses.
 _OUT_U32, _OUT_U64 = POINTER(c_uint32), POINTER(c_uint64)
@@ -24,7 +24,6 @@ _IDS = (POINTER(c_int32), c_size_t)
 _LIST = (_OUT_U64, POINTER(c_size_t))
 _STATUS = {
     "engine_options_init": (POINTER(structs.EngineOptions), c_size_t),
-    "engine_options_make_room_for": (POINTER(structs.EngineOptions), c_char_p, c_uint32),
     "engine_options_resolve": (POINTER(structs.EngineOptions),),
     "engine_options_memory_needed": (POINTER(structs.EngineOptions), POINTER(structs.Memory)),
     "engine_options_near_within": (POINTER(structs.EngineOptions), c_uint64, POINTER(c_uint64)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 """Of the header that these structs mirror."""
 
 DEVICE_CPU, DEVICE_CUDA, DEVICE_CUDA_HOST = 1, 2, 3
@@ -68,11 +68,7 @@ class EngineOptions(Sized):
         ("in_flight", c_uint32),
         ("sequences", c_uint32),
         ("cpu_sequences", c_uint32),
-        ("prompt_queries", c_uint32),
-        ("max_picks", c_uint32),
-        ("digests", c_uint32),
-        ("max_ranked", c_uint32),
-        ("max_window", c_uint32),
+        ("unused_sizes", c_uint32 * 5),
         ("import_rows", c_uint32),
         ("prefill_window", c_uint32),
         ("prefill_mode", c_uint32),
@@ -96,11 +92,11 @@ class EngineOptions(Sized):
         ("window_slack", c_uint64),
         ("fetch_share", c_float),
         ("cluster_sequences", c_uint32),
-        ("max_clusters", c_uint32),
+        ("unused_clusters", c_uint32),
         ("dense_tokens", c_uint32),
         ("handover", c_uint32),
-        ("forecasts", c_uint32),
-        ("code_bits", c_uint64),
+        ("unused_forecasts", c_uint32),
+        ("unused_code_bits", c_uint64),
         ("fetch_lists", c_uint64),
         ("value_dim", c_uint64),
         ("policy_count", c_uint64),
@@ -112,7 +108,7 @@ class EngineSizes(Sized):
     _fields_ = [
         (name, c_uint32)
         for name in ("struct_size", "prompt_queries", "max_picks", "digests", "max_ranked", "max_window",
-                     "max_clusters", "code_bits", "forecasts")
+                     "max_clusters", "code_bits", "forecasts", "cpu_sequences", "cluster_sequences")
     ]
 
 

@@ -15,7 +15,7 @@ from sluice._near import SHARE, DeviceMemory, settle_near
 from sluice._torch import DTYPES, one_shape, same_number
 from sluice._transformers_cache import LayerKind
 from sluice.errors import InvalidArgument, Unsupported
-from sluice.options import DENSE_AUTO, EngineOptions, Features
+from sluice.options import DENSE_AUTO, EngineOptions, Features, wanted_by
 
 NAME = "sluice"
 _NAMES = (NAME, "sluice_packed")  # The second is sluice.serving's.
@@ -137,9 +137,9 @@ def hides_nothing(window: int, config: Any) -> bool:
     return window > longest(config.get_text_config(decoder=True))
 
 
-def refuse_rehearsed(options: EngineOptions, policy: str) -> None:
+def refuse_rehearsed(policy: str) -> None:
     """Raises Unsupported if a policy wants queries that nobody makes of a model's layers."""
-    if options.largest is not None and Features.REHEARSED in options.largest.features:
+    if Features.REHEARSED in wanted_by(policy).largest.features:
         raise Unsupported(f"policy {policy} chooses by rehearsed queries, which models of transformers do not hand over; "
                           "leave the stage rehearsed out, or drive a sluice.Engine")
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an engine has room for, of what policies want beside the features of its largest bucket."""
+    """What an engine has room for, of what its policies want beside the features of its largest bucket."""
 
     prompt_queries: int  #: of a prompt's newest tokens, for each of cpu_sequences
     max_picks: int  #: tokens that a query head may choose on the device
@@ -18,8 +18,10 @@ class Sizes:
     max_ranked: int  #: pages that a query head may choose
     max_window: int  #: sinks and recent tokens of a policy, together
     max_clusters: int  #: of a KV head, for each of cluster_sequences
-    code_bits: int  #: of a channel of the copies of keys; 0: there are none
-    forecasts: int  #: 1: what histories propose lies ready for the device
+    code_bits: int  #: of a channel of the copies of keys, 4 or 3; 0: there are none
+    forecasts: int  #: 1: what histories propose lies ready for a GPU, which chooses of it
+    cpu_sequences: int  #: that live at once and whose policies choose on the CPU
+    cluster_sequences: int  #: that live at once and whose policies choose among clusters of keys on the device
 
 
 @dataclass(frozen=True)

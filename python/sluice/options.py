@@ -84,7 +84,6 @@ class PlanItem:
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "kv_dtype": ("f32", "f16", "bf16", "fp8_e4m3"),
-    "digests": ("none", "box", "cuboid_mean"),
     "prefill_mode": ("full", "flex", "automatic"),
     "placement": ("hybrid", "stream"),
     "handover": ("auto", "device", "stream", "host"),
@@ -96,7 +95,7 @@ FETCH_AUTO = -1.0
 #: `EngineOptions.cpu_sequences` and `.cluster_sequences`: as many as live at once
 ALL_SEQUENCES = 0xFFFF_FFFF
 _APART = ("device", "largest", "cores", "windows", "policies")  # not a number each
-_SWITCHES = ("prefix_decoded", "prefill_lines", "pin_threads", "forecasts")
+_SWITCHES = ("prefix_decoded", "prefill_lines", "pin_threads")
 
 
 @dataclass(kw_only=True)
@@ -129,16 +128,8 @@ class EngineOptions:
     largest: Bucket | None = None  #: of all buckets; `policies` add the features that they want
     in_flight: int | None = None  #: forwards that are planned and not finished
     sequences: int | None = None  #: that live at once
-    cpu_sequences: int | None = None  #: of them, at most, those whose policies choose on the CPU; if None, or
-    #: ALL_SEQUENCES, all of them if one of `policies` does
-    forecasts: bool | None = None  #: what their histories propose lies ready for a GPU, which chooses of it
+    cpu_sequences: int | None = None  #: of them, at most, those whose policies choose on the CPU; ALL_SEQUENCES if None
     policy_bytes: int | None = None  #: most that these policies may keep on the heap; 0: no bound
-    prompt_queries: int | None = None  #: of a prompt's newest tokens, for these policies
-    max_picks: int | None = None  #: tokens that a query head may choose on the device
-    digests: Literal["none", "box", "cuboid_mean"] | None = None  #: of full pages
-    max_ranked: int | None = None  #: pages that a query head may choose
-    code_bits: int | None = None  #: of a channel of keys' copies, 4 or 3; 0: what `policies` want
-    max_window: int | None = None  #: sinks and recent tokens of a policy, together
     import_rows: int | None = None  #: tokens of one import
     prefill_window: int | None = None  #: tokens of keys that a chunk of a prompt attends at a time
     prefill_mode: Literal["full", "flex", "automatic"] | None = None  #: how prompts attend
@@ -157,7 +148,6 @@ class EngineOptions:
     softcap: float | None = None  #: a scaled logit x becomes softcap * tanh(x / softcap); 0: it stays
     windows: Sequence[int] | None = None  #: per layer, newest tokens that a row sees, its own included; 0: all
     cluster_sequences: int | None = None  #: likewise, those whose policies choose among clusters of keys on the device
-    max_clusters: int | None = None  #: of a KV head of such a sequence
     window_slack: int | None = None  #: tokens that layers keep beyond their windows: as many can be taken back
 
     def resolved(self) -> EngineOptions:
@@ -167,16 +157,6 @@ class EngineOptions:
         struct, lib = self._to_struct(), library()
         lib.check(lib.engine_options_resolve(ctypes.byref(struct)))
         return EngineOptions._from_struct(struct)
-
-    def make_room_for(self, policy: str, tokens: int) -> None:
-        """Raises what a sequence of this policy needs that grows to `tokens` tokens, memory apart; lowers nothing.
-        Fills in the defaults, so set `page_tokens` before. `policies`, which do the same when the engine is made,
-        become none."""
-        struct = self._to_struct()
-        lib = library()
-        lib.check(lib.engine_options_make_room_for(ctypes.byref(struct), policy_text(policy),
-                                                   _unsigned("tokens", tokens)))
-        self.__dict__.update(EngineOptions._from_struct(struct).__dict__)
 
     def memory_needed(self) -> Memory:
         """What an engine with these options would reserve, without making it; the threads' `partials`, and what comes
@@ -241,6 +221,13 @@ class EngineOptions:
                              policies=[text.decode() for text in struct.policies[: struct.policy_count]], **values)
 
 
+def wanted_by(policy: str) -> EngineOptions:
+    """What any engine for a policy has, as `resolved` says it: features of its largest bucket, and whether sequences
+    have room of their own on the CPU or for clusters."""
+    return EngineOptions(layers=1, q_heads=1, kv_heads=1, head_dim=64, policies=[policy],
+                         largest=Bucket(decode_rows=1, max_tokens=1)).resolved()
+
+
 def policy_text(policy: str) -> bytes:
     """As the library reads it."""
     if not isinstance(policy, str):
@@ -282,9 +269,9 @@ def _numbers(name: str, values: Sequence[int]) -> tuple[int, ctypes.Array]:
     return len(numbers), (ctypes.c_uint32 * len(numbers))(*(_unsigned(name, number) for number in numbers))
 
 
-def _refuse_scores(options: EngineOptions, policy: str) -> None:
+def _refuse_scores(policy: str) -> None:
     """Raises Unsupported if a policy wants scores, where none are taken from a model's layers."""
-    if options.largest is not None and Features.SCORES in options.largest.features:
+    if Features.SCORES in wanted_by(policy).largest.features:
         raise Unsupported(f"policy {policy} chooses by scores of a model's own indexer, which only callers of "
                           "sluice.Engine.attend hand over; drive a sluice.Engine, or choose by copies of keys, as in "
                           "exact | int4 | sample=256")

@@ -40,11 +40,13 @@ __all__ = ["Enabled", "enable"]
 
 
 def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_bytes: int = 1 << 30, *,
-           sequences: int | None = None, prefill_rows: int = 2048, **options: Any) -> Enabled:
+           sequences: int | None = None, prefill_rows: int = 2048, max_tokens: int | None = None,
+           **options: Any) -> Enabled:
     """Has this model attend by `policy`, with keys and values of at most `host_bytes`. `sequences`: rows of a batch, or
     beams, that live at once, in all caches; None: 16, or as many as a batch has that comes while no other cache has.
     `prefill_rows`: tokens of a prompt, over all rows of a batch, that go through the model's decoder at once; longer
-    ones are read in pieces. `options` are others of EngineOptions; without `near_bytes` the memory of a GPU for near
+    ones are read in pieces. `max_tokens`: of the longest sequence, which the engine has room for, as far as `host_bytes`
+    hold it; None: what the model is made for (max_position_embeddings, or 131,072). `options` are others of EngineOptions; without `near_bytes` the memory of a GPU for near
     keys and values is chosen by what is free, and without `dense_tokens` policy `sluice` has DENSE_AUTO. What is
     returned takes it back: `close()`, or `with`.
 
@@ -64,8 +66,10 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     _refuse(model, options)
     options.setdefault("dense_tokens", dense_tokens(policy, next(model.parameters()).device, ranks_of(model)))
 
+    most = longest(model.config.get_text_config(decoder=True)) if max_tokens is None else max_tokens
+
     def made_for(rows: int) -> EngineOptions:
-        return options_for(model, [policy], host_bytes, Bucket(rows, prefill_rows, rows), rows, options)
+        return options_for(model, [policy], host_bytes, Bucket(rows, prefill_rows, rows, most), rows, options)
 
     return _enabled(model, policy, made_for, sequences)
 
@@ -97,7 +101,8 @@ def _enabled(model: transformers.PreTrainedModel, policy: str, made_for: Callabl
 
 def options_for(model: transformers.PreTrainedModel, policies: Sequence[str], host_bytes: int, largest: Bucket,
                 sequences: int, options: dict[str, Any]) -> EngineOptions:
-    """Of an engine for these policies and a model that is not refused."""
+    """Of an engine for these policies and a model that is not refused. `largest` says how long sequences are: what
+    policies want grows with it, and host_bytes of a small model hold far more."""
     config = model.config.get_text_config(decoder=True)
     kinds = layer_kinds(model, config)
     device = next(model.parameters()).device
@@ -105,14 +110,12 @@ def options_for(model: transformers.PreTrainedModel, policies: Sequence[str], ho
         layers=sum(kind.make is None for kind in kinds), **attention_shape(model, config, kinds),
         device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
         host_bytes=_unsigned("host_bytes", host_bytes, 64) // ranks_of(model), sequences=sequences, largest=largest,
+        policies=policies,
         **{**logit_options(model, config, kinds), **options, "kv_dtype": kv_dtype(model, options.get("kv_dtype"))})
     for policy in policies:
-        made.make_room_for(policy, longest(config))
-        refuse_rehearsed(made, policy)
-        _refuse_scores(made, policy)
-    made.cpu_sequences = made.cpu_sequences and sequences
-    made.cluster_sequences = made.cluster_sequences and sequences
-    choose_near(made, options.get("near_bytes"), longest(config))
+        refuse_rehearsed(policy)
+        _refuse_scores(policy)
+    choose_near(made, options.get("near_bytes"), largest.max_tokens)
     return made
 
 

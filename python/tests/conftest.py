@@ -18,10 +18,7 @@ def small_options(*policies: str, **changes: object) -> sluice.EngineOptions:
         layers=LAYERS, q_heads=Q_HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, kv_dtype="f32", host_bytes=8 << 20,
         largest=sluice.Bucket(decode_rows=4, prefill_rows=64, prefills=2), threads=1, pin_threads=False,
         import_rows=64, answer_timeout_ms=30_000)  # However busy the machine is.
-    options = dataclasses.replace(options, **changes)
-    for policy in policies or POLICIES[:1]:
-        options.make_room_for(policy, 512)
-    return options
+    return dataclasses.replace(options, policies=policies or POLICIES[:1], **changes)
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_what_is_refused() -> None:
 
 
 def test_options_of_an_engine(make: Make) -> None:
-    engine = make(cpu_sequences=2)
+    engine = make("full", "lfps", cpu_sequences=2)
     options = sluice.AdmissionOptions.of(engine)
     assert options == sluice.AdmissionOptions(
         pages=engine.memory().far_pages // (2 * 16 * 64 * 4 * 2 * 2), decode_rows=4, prefill_rows=64, prefills=2,

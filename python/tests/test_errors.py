@@ -117,8 +117,8 @@ def test_numbers_that_do_not_fit_are_not_cut_off(make: Make) -> None:
     for call in (lambda: engine.truncate(a, 1 << 32), lambda: engine.can_admit(-1), lambda: engine.fork(a, -1),
                  lambda: engine.name_tokens(a, 0, [1 << 31]), lambda: engine.watch(a, [1 << 32]),
                  lambda: engine.begin("full", ["x"]), lambda: engine.begin("full", np.zeros((2, 2), np.int64)),
-                 lambda: sluice.Bucket(decode_rows=-1), lambda: small_options(threads=1 << 32),
-                 lambda: small_options(kv_dtype="f64"), lambda: small_options(device="gpu"),
+                 lambda: sluice.Bucket(decode_rows=-1), lambda: small_options(threads=1 << 32).resolved(),
+                 lambda: small_options(kv_dtype="f64").resolved(), lambda: small_options(device="gpu").resolved(),
                  lambda: engine.attend(sluice.Bucket(), 1 << 32, None, None, None, None)):
         with pytest.raises(sluice.InvalidArgument):
             call()
@@ -186,7 +186,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 def test_doctor() -> None:
     said = python("-m", "sluice", "doctor")
     assert said.returncode == 0, said.stderr
-    assert f"sluice        {sluice.version()}\nABI           8, this package needs 8\nlibrary       /" in said.stdout
+    assert f"sluice        {sluice.version()}\nABI           9, this package needs 9\nlibrary       /" in said.stdout
     assert Path(said.stdout.split("library")[1].split()[0]).exists()
 
 

@@ -19,9 +19,8 @@ LISTS = 256 * (20 + 12 * 1024)  # Of what is to come near, of all layers and KV 
 
 
 def options(**changes: object) -> sluice.EngineOptions:
-    made = sluice.EngineOptions(layers=32, q_heads=32, kv_heads=8, head_dim=128, **{"host_bytes": 32 * GIB, **changes})
-    made.make_room_for("sluice", CONTEXT)
-    return made
+    return sluice.EngineOptions(layers=32, q_heads=32, kv_heads=8, head_dim=128,
+                                **{"host_bytes": 32 * GIB, **changes}).resolved()
 
 
 def test_a_share_of_what_the_host_holds() -> None:
@@ -85,8 +84,7 @@ def test_a_bound_of_the_device() -> None:
 
 def test_what_an_engine_would_take_is_what_it_takes() -> None:
     made = sluice.EngineOptions(layers=2, q_heads=4, kv_heads=2, head_dim=64, host_bytes=8 << 20, near_bytes=1 << 20,
-                                threads=1, pin_threads=False)
-    made.make_room_for("quest", 512)
+                                policies=["quest"], threads=1, pin_threads=False)
     needed = made.memory_needed()
     with sluice.Engine(made) as engine:
         memory = engine.memory()
@@ -98,8 +96,8 @@ def test_what_an_engine_would_take_is_what_it_takes() -> None:
 
 
 def test_near_rows_get_what_everything_else_leaves_of_a_budget() -> None:
-    made = sluice.EngineOptions(layers=2, q_heads=4, kv_heads=2, head_dim=64, host_bytes=8 << 20, near_bytes=1 << 20)
-    made.make_room_for("quest", 512)
+    made = sluice.EngineOptions(layers=2, q_heads=4, kv_heads=2, head_dim=64, host_bytes=8 << 20, near_bytes=1 << 20,
+                                policies=["quest"])
     budget = made.memory_needed().device + (1 << 20)
     made.near_bytes = made.near_bytes_within(budget)
     assert 15 << 17 <= made.near_bytes < 2 << 20  # Tables grow, too.

@@ -21,7 +21,8 @@ def test_an_engine_is_for_the_default_policy() -> None:
     with sluice.Engine(bare()) as engine:
         made = engine.options
         assert made.policies == ["sluice"] and made.largest.features == sluice.Features.TOP_K
-        assert made.cpu_sequences == made.cluster_sequences == 0
+        assert made.cpu_sequences == made.cluster_sequences == sluice.ALL_SEQUENCES
+        assert engine.sizes.cpu_sequences == engine.sizes.cluster_sequences == 0
         assert engine.sizes.code_bits == 4 and engine.sizes.digests == 0
         q, k, v = (np.ones((1, heads, 64), np.float32) for heads in (4, 1, 1))
         out = np.zeros_like(q)
@@ -32,6 +33,8 @@ def test_an_engine_is_for_the_default_policy() -> None:
         with pytest.raises(sluice.Unsupported, match="name the policy in EngineOptions.policies"):
             engine.begin("full")
         with pytest.raises(sluice.OutOfCapacity, match="name the policy in EngineOptions.policies"):
+            engine.begin("topk")
+        with pytest.raises(sluice.Unsupported, match="name the policy in EngineOptions.policies"):
             engine.begin("lfps")
         with pytest.raises(sluice.Unsupported, match="name the policy in EngineOptions.policies"):
             engine.begin("quest | near=0")
@@ -50,12 +53,23 @@ def test_an_engine_has_room_for_what_is_named() -> None:
     with sluice.Engine(options) as engine:
         assert engine.options.largest == resolved.largest
         assert engine.sizes.code_bits == 3 and engine.sizes.digests == 1 and engine.sizes.prompt_queries == 32
+        assert engine.sizes.cpu_sequences == 3 and engine.sizes.cluster_sequences == 0
         for policy in policies[:3]:
             engine.end(engine.begin(policy))
     with sluice.Engine(bare(policies=["lfps"], cpu_sequences=1)) as engine:
         engine.begin("lfps")
         with pytest.raises(sluice.OutOfCapacity, match="EngineOptions.cpu_sequences says"):
             engine.begin("lfps")
+
+
+def test_options_of_an_engine_make_one_for_other_policies() -> None:
+    """Bounds are as they were given, not what an engine of other policies came to."""
+    with sluice.Engine(bare()) as engine:
+        changed = dataclasses.replace(engine.options, policies=["lfps", "tactic | int4"])
+    with sluice.Engine(changed) as engine:
+        assert engine.sizes.cpu_sequences == engine.sizes.cluster_sequences == 3
+        for policy in changed.policies:
+            engine.begin(policy)
 
 
 def test_policies_that_there_are_not_are_refused_by_name() -> None:

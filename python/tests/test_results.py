@@ -114,7 +114,7 @@ def test_scores_decide(make: Make) -> None:
     policy = "scores | top_k=1 | near=0,sinks=0,recent=1"
     engine = make(policy)
     assert engine.options.largest is not None and sluice.Features.SCORES in engine.options.largest.features
-    assert engine.options.code_bits == 0 and engine.memory().codes == 0
+    assert engine.sizes.code_bits == 0 and engine.memory().codes == 0
     mixed, decode = buckets(engine)
     a, story = engine.begin(policy), Story(9)
     forward(engine, mixed, (a, story, 0, 60, True))
@@ -239,31 +239,24 @@ def test_audit_watch_and_figures(make: Make) -> None:
     assert use.near_pages == memory.near_pages_used and use.near_pages_shared == 0
 
 
-def test_forecasts_are_a_gpus_and_make_room_for_says_where_they_pay() -> None:
-    options = sluice.EngineOptions(layers=1, q_heads=4, kv_heads=1, head_dim=64, host_bytes=1 << 20)
-    for every, pays in ((3, False), (4, True)):
-        options.make_room_for(f"history:observe_every={every} | int4 | top_k=9 | near=0,recent=16", 64)
-        assert options.forecasts is pays
-    with sluice.Engine(options) as engine:
-        assert engine.options.forecasts is False and engine.stats().awaited == 0
-    with pytest.raises(sluice.InvalidArgument, match="forecasts is 2; it must be 0 or 1"):
-        sluice.Engine(dataclasses.replace(options, forecasts=2))  # type: ignore[arg-type]
+def test_forecasts_are_a_gpus() -> None:
+    with sluice.Engine(sluice.EngineOptions(
+            layers=1, q_heads=4, kv_heads=1, head_dim=64, host_bytes=1 << 20, threads=1, pin_threads=False,
+            policies=["history:observe_every=8 | int4 | top_k=9 | near=0,recent=16"])) as engine:
+        assert engine.sizes.forecasts == 0 and engine.stats().awaited == 0
 
 
 def test_copies_of_keys_have_the_bits_that_policies_name() -> None:
     options = sluice.EngineOptions(layers=1, q_heads=4, kv_heads=1, head_dim=64, host_bytes=1 << 20)
     wide = options.memory_needed().codes
-    options.make_room_for("exact | int3 | sample=9 | near=0", 64)
-    assert options.code_bits == 3
+    options.policies = ["exact | int3 | sample=9 | near=0"]
     with sluice.Engine(options) as engine:
-        assert engine.options.code_bits == 3 and engine.memory().codes * (32 + 4) == wide * (24 + 4)
-        assert engine.begin("exact | int3 | sample=9 | near=0") >= 0
-        with pytest.raises(sluice.Unsupported, match="4 bits, and the engine's have 3"):
-            engine.begin("exact | int4 | sample=9 | near=0")
-    with pytest.raises(sluice.Unsupported, match="code_bits is 3"):
-        options.make_room_for("exact | int4 | sample=9 | near=0", 64)
-    with pytest.raises(sluice.InvalidArgument, match="code_bits is 5; it must be 3 or 4"):
-        sluice.Engine(dataclasses.replace(options, code_bits=5))
+        assert engine.sizes.code_bits == 3 and engine.memory().codes * (32 + 4) == wide * (24 + 4)
+        with pytest.raises(sluice.Unsupported, match="EngineOptions.policies"):
+            engine.begin("sluice")
+    options.policies = [*options.policies, "exact | int4 | sample=9 | near=0"]
+    with pytest.raises(sluice.Unsupported, match="EngineOptions.policies: `exact | int4.*4 bits.*engine of its own"):
+        options.resolved()
 
 
 def test_options_are_what_was_made() -> None:
@@ -275,6 +268,6 @@ def test_options_are_what_was_made() -> None:
     assert (made.kv_dtype, made.cores, made.prefill_gamma, made.device) == ("f16", [0], 0.5, "cpu")
     assert (made.scale, made.softcap, made.windows) == (0.25, 30.0, [24])
     assert (made.placement, made.fetch_share, made.handover) == ("hybrid", 0.375, "stream")
-    assert made.pin_threads is False and made.timeout_ms == 30_000 and made.forecasts is False
+    assert made.pin_threads is False and made.timeout_ms == 30_000
     assert made.largest is not None and made.largest.features == sluice.Features.TOP_K
     assert made.policies == ["sluice"]

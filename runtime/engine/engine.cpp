@@ -46,13 +46,13 @@ std::uint32_t node_of(const cpu::Topology& topology, const Device& device) {
   return topology.nearest_node(device.info().pci_bus_id).value_or(0);
 }
 
-runtime::FarWorkersOptions far_options(const EngineOptions& options, bool own_processor) {
+runtime::FarWorkersOptions far_options(const EngineOptions& options, const EngineSizes& sizes, bool own_processor) {
   return {.threads = options.threads,
           // Who drives a GPU wants a core for itself; else the caller only waits, and cores are the device's, too: with
           // none spared nobody spins on them.
           .spare = own_processor ? 1u : 0u,
           .pin = options.pin_threads,
-          .jobs = options.cpu_sequences != 0 || options.largest.audit,
+          .jobs = sizes.cpu_sequences != 0 || options.largest.audit,
           .timeout = options.answer_timeout,
           .before_answer = options.before_answer};
 }
@@ -95,19 +95,18 @@ void settle_fetching(EngineOptions& options, const Device& device, const cpu::To
   if (options.fetch_share != 0.f) options.fetch_lists = std::max(options.fetch_lists, scheduler::kFetchLists);
 }
 
-/// What the options say of sizes they say as these have come out. `embedded`: the device is the engine's own host
-/// device, which would have the same cores read all keys to choose of a few.
-void settle_sizes(EngineOptions& options, bool embedded) {
-  options.forecasts = options.forecasts && !embedded;
-  options.code_bits = runtime::sizes_of(options).code_bits;
+/// The embedded host device does without forecasts: the cores that would read the few keys of one are those that would
+/// read all keys to choose of them.
+EngineSizes settled(EngineSizes sizes, bool embedded) {
+  sizes.forecasts = sizes.forecasts && !embedded;
+  return sizes;
 }
 
 /// What the device has no kernels for, automatic prompts do without; and who waits is as suits it.
-EngineSizes settled(EngineOptions& options, const Device& on, const ForwardVerbs& verbs, const cpu::Topology& topology,
-                    bool embedded) {
+EngineSizes settled(EngineOptions& options, const EngineSizes& sizes, const Device& on, const ForwardVerbs& verbs,
+                    const cpu::Topology& topology, bool embedded) {
   const DeviceInfo& device = on.info();
   settle_fetching(options, on, topology);
-  settle_sizes(options, embedded);
   if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options, on);
   if (runtime::prefill_of(options.prefill).flex.flattened && device.own_processor)
     throw Error(Errc::unsupported,
@@ -119,27 +118,26 @@ EngineSizes settled(EngineOptions& options, const Device& on, const ForwardVerbs
   if (options.handover == Handover::stream && !device.stream_waits)
     throw Error(Errc::unsupported, "handover is stream, and streams of device '" + device.name +
                                        "' cannot wait for a word of memory by themselves; use device or host");
-  return runtime::sizes_of(options);
+  return settled(sizes, embedded);
 }
 
 /// The same for the embedded host device, without building one: it can do all that options may ask for.
-EngineSizes settled_on_host(EngineOptions& options) {
-  settle_sizes(options, true);
+EngineSizes settled_on_host(EngineOptions& options, const EngineSizes& sizes) {
   if (options.fetch_share == kFetchAuto) options.fetch_share = 0.f;
   if (options.dense_tokens == kDenseAuto) options.dense_tokens = dense_tokens(options);
   if (options.handover == Handover::automatic) options.handover = cpu::HostDeviceOptions{}.handover;
-  return runtime::sizes_of(options);
+  return settled(sizes, true);
 }
 
 }  // namespace
 
-Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
-    : options(runtime::with_policies(chosen)),
+Engine::Impl::Impl(runtime::ResolvedOptions chosen, std::shared_ptr<Device> given)
+    : options(std::move(chosen.options)),
       topology(cpu::chosen_cores({}, options.cores, given ? given->info() : DeviceInfo{})),
       embedded(given ? nullptr : embedded_workers(options, topology)),
       device(device_or_host(std::move(given), embedded)),
       verbs(verbs_of(*device)),
-      sizes(settled(options, *device, verbs, topology, embedded != nullptr)),
+      sizes(settled(options, chosen.sizes, *device, verbs, topology, embedded != nullptr)),
       memory(options, sizes, *device, verbs, topology, node_of(topology, *device)),
       side(verbs.make_side()),
       choice(memory.largest(), cpu::fastest_kernels(), options.answer_timeout),
@@ -150,12 +148,12 @@ Engine::Impl::Impl(const EngineOptions& chosen, std::shared_ptr<Device> given)
       watchdog(options.handover == Handover::stream
                    ? std::make_unique<runtime::AnswerWatchdog>(mailbox(), options.answer_timeout)
                    : nullptr),
-      far(memory.largest(), choice, far_notes, far_options(options, device->info().own_processor),
+      far(memory.largest(), choice, far_notes, far_options(options, sizes, device->info().own_processor),
           share_of(options, topology, node_of(topology, *device))) {
   copies.reserve(memory.copies());
   for (std::uint32_t i = options.sequences; i > 0; --i) free_lists.push_back(i - 1);
-  for (std::uint32_t i = options.cpu_sequences; i > 0; --i) free_tails.push_back(i - 1);
-  for (std::uint32_t i = options.cluster_sequences; i > 0; --i) free_clusters.push_back(i - 1);
+  for (std::uint32_t i = sizes.cpu_sequences; i > 0; --i) free_tails.push_back(i - 1);
+  for (std::uint32_t i = sizes.cluster_sequences; i > 0; --i) free_clusters.push_back(i - 1);
 }
 
 EngineStats Engine::Impl::stats() const noexcept {
@@ -190,7 +188,7 @@ EngineStats Engine::Impl::stats() const noexcept {
 }
 
 Engine::Engine(const EngineOptions& options, std::shared_ptr<Device> device)
-    : impl_(translated([&] { return std::make_unique<Impl>(options, std::move(device)); })) {}
+    : impl_(translated([&] { return std::make_unique<Impl>(runtime::with_policies(options), std::move(device)); })) {}
 
 Engine::~Engine() {
   const bool device_lost = impl_->embedded ? impl_->embedded->lost() : impl_->device->lost();
@@ -205,35 +203,24 @@ Engine::~Engine() {
 
 EngineMemoryUse memory_needed(const EngineOptions& options, Device* device) {
   return translated([&] {
-    EngineOptions chosen = runtime::with_policies(options);
+    auto [chosen, sizes] = runtime::with_policies(options);
     if (device == nullptr) {
-      const EngineSizes sizes = settled_on_host(chosen);
-      return runtime::EngineMemory::needed(chosen, sizes, nullptr);
+      const EngineSizes made = settled_on_host(chosen, sizes);
+      return runtime::EngineMemory::needed(chosen, made, nullptr);
     }
     const ForwardVerbs& verbs = verbs_of(*device);
     const cpu::Topology topology = cpu::chosen_cores({}, options.cores, device->info());
-    const EngineSizes sizes = settled(chosen, *device, verbs, topology, false);
-    return runtime::EngineMemory::needed(chosen, sizes, &verbs);
+    const EngineSizes made = settled(chosen, sizes, *device, verbs, topology, false);
+    return runtime::EngineMemory::needed(chosen, made, &verbs);
   });
 }
 
 EngineOptions resolved(const EngineOptions& options) {
-  return translated([&] { return runtime::with_policies(options); });
-}
-
-void make_room_for(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options) {
-  translated([&] {
-    EngineOptions raised = options;
-    raised.policies.clear();
-    const bool on_cpu = scheduler::chooser(policy) == scheduler::Chooser::cpu;
-    for (const auto& [wants, sequences] :
-         {std::pair(on_cpu, &EngineOptions::cpu_sequences),
-          std::pair(scheduler::clusters_on_device(policy), &EngineOptions::cluster_sequences)}) {
-      if (raised.*sequences == kAllSequences) raised.*sequences = 0;
-      if (wants) raised.*sequences = std::max(raised.*sequences, 1u);
-    }
-    runtime::make_room(policy, tokens, raised);
-    options = std::move(raised);
+  return translated([&] {
+    auto [made, sizes] = runtime::with_policies(options);
+    made.cpu_sequences = sizes.cpu_sequences;
+    made.cluster_sequences = sizes.cluster_sequences;
+    return made;
   });
 }
 

@@ -14,7 +14,8 @@ void Engine::Impl::require_clusters(SequenceId id, const Sequence& sequence, std
   throw Error(Errc::out_of_capacity, "plan: keys of sequence " + std::to_string(id.value) + " would be in " +
                                          std::to_string(schedule.clusters()) + " clusters, and there is room for " +
                                          std::to_string(memory.largest().max_clusters) +
-                                         "; raise EngineOptions::max_clusters, or make larger ones (clusters:size=)");
+                                         "; name the policy in EngineOptions::policies, or make larger ones "
+                                         "(clusters:size=)");
 }
 
 std::vector<ForwardClustering> Engine::Impl::due_clusterings(std::span<const Wanted> wanted) const {

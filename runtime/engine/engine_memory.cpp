@@ -36,7 +36,7 @@ void describe_far(ForwardMemory& memory, const EngineOptions& options, const Eng
   const bool streams = options.placement == PlacementMode::stream;
   memory.fetch_share = streams ? kWholeFetchShare : fetch_share_of(std::max(0.f, options.fetch_share));
   memory.fetch_lists = streams ? 0 : options.fetch_lists;
-  memory.tail_rows = options.cpu_sequences * sizes.prompt_queries;
+  memory.tail_rows = sizes.cpu_sequences * sizes.prompt_queries;
   memory.fetches_chosen = streams && memory.tail_rows != 0;
   memory.handover = options.handover;
   if (memory.handover == Handover::device)
@@ -44,7 +44,7 @@ void describe_far(ForwardMemory& memory, const EngineOptions& options, const Eng
   // The device waits for them in its kernels; threads count what they have to propose for a forward in 20 bits.
   const bool counted = std::uint64_t{memory.largest.decode_rows} * memory.layer_heads() < std::uint64_t{1} << 20;
   if (sizes.forecasts && counted && memory.handover == Handover::device && memory.largest.top_k)
-    memory.proposal_slots = options.cpu_sequences;
+    memory.proposal_slots = sizes.cpu_sequences;
 }
 
 /// Sizes, and no memory yet.
@@ -73,7 +73,7 @@ ForwardMemory described(const EngineOptions& options, const EngineSizes& sizes, 
   memory.digest = sizes.digests.value_or(DigestKind::box);
   memory.max_window = sizes.max_window;
   // What is chosen of them is a share of the mass.
-  memory.cluster_slots = memory.largest.unbounded ? options.cluster_sequences : 0;
+  memory.cluster_slots = memory.largest.unbounded ? sizes.cluster_sequences : 0;
   memory.max_clusters = std::min(sizes.max_clusters, memory.largest.max_tokens);
   describe_windows(memory, options);
   memory.sparse_prefill = options.prefill.mode != PrefillMode::full && memory.largest.prefills != 0;

@@ -8,7 +8,6 @@
 #include "scheduler/plan/forward_rows.hpp"
 #include "sluice/error.hpp"
 #include "sluice/page_rules.hpp"
-#include "sluice/step/int4.hpp"
 
 namespace sluice::runtime {
 namespace {
@@ -77,7 +76,6 @@ void validate_latent(const EngineOptions& options) {
           "prompts attend all tokens; use PrefillMode::full");
   const auto some = [](std::uint32_t sequences) { return sequences != 0 && sequences != kAllSequences; };
   without(some(options.cpu_sequences), "cpu_sequences", "no policy of it chooses by whole keys; leave it out");
-  without(options.digests.has_value(), "digests", "no policy of it ranks pages; leave them empty");
   without(some(options.cluster_sequences), "cluster_sequences", "no policy of it has clusters; leave it out");
 }
 
@@ -110,21 +108,9 @@ void validate(const EngineOptions& options) {
   in("sequences", options.sequences, 1, 65'536);
   in("promotions", options.promotions, 0, kMostPromotions);
   if (options.cpu_sequences != kAllSequences) in("cpu_sequences", options.cpu_sequences, 0, options.sequences);
-  in("prompt_queries", options.prompt_queries, 1, 256);
-  in("max_picks", options.max_picks, 1, 1u << 20);
-  in("max_ranked", options.max_ranked, 1, 1u << 20);
-  if (options.digests)
-    require(*options.digests <= DigestKind::cuboid_mean, "digests", static_cast<unsigned>(*options.digests),
-            "a value of sluice::DigestKind");
-  require(!options.largest.pages || options.digests.has_value(), "largest.pages", 1,
-          "false unless EngineOptions::digests says which digests pages have");
-  require(options.code_bits == 0 || options.code_bits == kCodeBits || options.code_bits == kFewCodeBits, "code_bits",
-          options.code_bits, "3 or 4, or 0 for what policies want");
   in("window_slack", options.window_slack, 0, 1u << 24);
-  in("max_window", options.max_window, 1, 1u << 20);
   if (options.cluster_sequences != kAllSequences)
     in("cluster_sequences", options.cluster_sequences, 0, options.sequences);
-  in("max_clusters", options.max_clusters, 0, 1u << 20);
   in("import_rows", options.import_rows, 1, 65'536);
   in("prefill_window", options.prefill_window, page, 1u << 20);
   sluice::validate(options.prefill);

@@ -16,7 +16,7 @@ void validate(const EngineOptions& options);
   return {.shape = shape,
           .max_window = sizes.max_window,
           .digests = sizes.digests,
-          .cluster_sequences = options.cluster_sequences,
+          .cluster_sequences = sizes.cluster_sequences,
           .code_bits = sizes.code_bits,
           .latent = options.shape.latent()};
 }
@@ -31,8 +31,5 @@ void validate(const EngineOptions& options);
 
 /// @throws Error{Errc::unsupported} naming what an engine of these options and sizes lacks to serve the policy.
 void require_served(const PolicySpec& policy, const EngineOptions& options, const EngineSizes& sizes);
-
-/// As sluice::make_room_for.
-void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options);
 
 }  // namespace sluice::runtime

@@ -63,7 +63,7 @@ Bucket Engine::Impl::resolved(const Bucket& bucket, const char* what) const {
   in("trace", resolved.trace, largest.trace);
   // All of its rows attend everything, unless some may not.
   const bool dense = resolved.decode_rows != 0 && resolved.max_tokens <= options.dense_tokens &&
-                     options.cpu_sequences == 0 && options.cluster_sequences == 0;
+                     sizes.cpu_sequences == 0 && sizes.cluster_sequences == 0;
   if (dense) resolved.top_k = resolved.unbounded = resolved.pages = resolved.rehearsed = resolved.scores = false;
   // Where not all of them may be near the CPU attends in place, unless it is the device that does; and far rows are
   // counted in 31 bits, values among them.
@@ -95,24 +95,19 @@ void Engine::Impl::require_choosable(const Sequence& sequence, const PlanItem& i
   const std::string name = "plan: sequence " + text(item.sequence.value);
   const ForwardMemory& most = memory.largest();
   const std::uint32_t list_room = most.teams(bucket.drafts).list_room();
+  const auto refuse = [&](const std::string& wants, std::uint32_t room) {
+    throw Error(Errc::out_of_capacity, name + ": " + wants + ", and there is room for " + text(room) +
+                                           "; name its policy in EngineOptions::policies");
+  };
   const auto require = [&](const ForwardRow& row, std::uint32_t) {
-    if (row.picks > most.max_picks)
-      throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.picks) +
-                                             " tokens, and EngineOptions::max_picks is " + text(most.max_picks) +
-                                             "; name its policy in EngineOptions::policies");
+    if (row.picks > most.max_picks) refuse("a query head may choose " + text(row.picks) + " tokens", most.max_picks);
     if (row.whole() && row.tokens > list_room)
-      throw Error(Errc::out_of_capacity, name + ": its policy attends all of " + text(row.tokens) +
-                                             " tokens, and there is room for " + text(list_room) +
-                                             "; name its policy in EngineOptions::policies");
+      refuse("its policy attends all of " + text(row.tokens) + " tokens", list_room);
     if (row.page_picks > most.max_ranked)
-      throw Error(Errc::out_of_capacity, name + ": a query head may choose " + text(row.page_picks) +
-                                             " pages, and EngineOptions::max_ranked is " + text(most.max_ranked) +
-                                             "; name its policy in EngineOptions::policies");
+      refuse("a query head may choose " + text(row.page_picks) + " pages", most.max_ranked);
     if (row.microbatch != 0 && !most.takes_pages(bucket))
-      throw Error(Errc::out_of_capacity, name + ": a query head may choose every page of the " + text(most.max_pages) +
-                                             " that a sequence may have, and EngineOptions::max_ranked is " +
-                                             text(most.max_ranked) +
-                                             "; name its policy in EngineOptions::policies");
+      refuse("a query head may choose every page of the " + text(most.max_pages) + " that a sequence may have",
+             most.max_ranked);
   };
   scheduler::for_each_choice(sequence.spec, sequence.planned, item.tokens, bucket.drafts,
                              limits().shape, require);

@@ -36,16 +36,17 @@ void Engine::Impl::require_place(const PolicySpec& spec, std::uint32_t tokens) c
   if (free_lists.empty())
     throw Error(Errc::out_of_capacity, "as many sequences live as EngineOptions::sequences says; end one first");
   if (scheduler::chooser(spec) == scheduler::Chooser::cpu && free_tails.empty())
-    throw Error(Errc::out_of_capacity,
-                "as many sequences live as EngineOptions::cpu_sequences says whose policies choose on the CPU, " +
-                    text(options.cpu_sequences) +
-                    (options.cpu_sequences == 0 ? "; name the policy in EngineOptions::policies, and leave cpu_sequences out"
-                                                : "; raise it, or end one first"));
+    throw Error(
+        Errc::out_of_capacity,
+        "as many sequences live as EngineOptions::cpu_sequences says whose policies choose on the CPU, " +
+            text(sizes.cpu_sequences) +
+            (sizes.cpu_sequences == 0 ? "; name the policy in EngineOptions::policies, and leave cpu_sequences out"
+                                      : "; raise it, or end one first"));
   if (scheduler::clusters_on_device(spec) && free_clusters.empty())
     throw Error(Errc::out_of_capacity,
                 "as many sequences live as EngineOptions::cluster_sequences says whose policies choose among clusters "
                 "on the device, " +
-                    text(options.cluster_sequences) + "; raise it, or end one first");
+                    text(sizes.cluster_sequences) + "; raise it, or end one first");
   require_policy_room(policy_share(spec, tokens));
 }
 

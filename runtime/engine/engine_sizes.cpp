@@ -15,8 +15,6 @@
 namespace sluice::runtime {
 namespace {
 
-/// Of a KV head, where sequences have clusters and no policy says how many: with size=32, 131,072 tokens.
-constexpr std::uint32_t kUsualClusters = 4096;
 constexpr const char* kNameIt = "; name the policy in EngineOptions::policies";
 
 /// max_tokens of the largest bucket, as far as there is room for them: whole pages.
@@ -59,85 +57,96 @@ void require_counted(const PolicySpec& policy, const EngineOptions& options) {
 }
 
 /// A policy can want more of sequences as long as these than an engine may have.
-void require_possible(const EngineOptions& options) {
-  try {
-    validate(options);
-  } catch (const Error& error) {
-    throw Error(error.code(), std::string(error.what()) + " (of sequences of " +
-                                  std::to_string(options.largest.max_tokens) +
-                                  " tokens); lower largest.max_tokens or what the policy keeps");
-  }
+void require_possible(const EngineSizes& sizes, std::uint32_t tokens) {
+  constexpr std::uint32_t kMostQueries = 256;
+  constexpr std::uint32_t kMost = 1u << 20;
+  const auto require = [&](std::uint32_t wanted, std::uint32_t most, const char* what) {
+    if (wanted <= most) return;
+    throw Error(Errc::invalid_argument, "it wants " + std::to_string(wanted) + " " + what + " of sequences of " +
+                                            std::to_string(tokens) + " tokens, and an engine may have " +
+                                            std::to_string(most) +
+                                            "; lower largest.max_tokens or what the policy keeps");
+  };
+  require(sizes.prompt_queries, kMostQueries, "queries of a prompt");
+  require(sizes.max_picks, kMost, "tokens for a query head to choose");
+  require(sizes.max_ranked, kMost, "pages for a query head to choose");
+  require(sizes.max_window, kMost, "sinks and recent tokens");
+  require(sizes.max_clusters, kMost, "clusters of a KV head");
 }
 
-}  // namespace
-
-EngineOptions with_policies(const EngineOptions& options) {
-  validate(options);
-  EngineOptions raised = options;
-  raised.largest.max_tokens = longest_sequence(options);
-  for (const PolicySpec& policy : options.policies) {
-    try {
-      require_counted(policy, options);
-      make_room(policy, raised.largest.max_tokens, raised);
-      require_possible(raised);
-    } catch (const Error& error) {
-      const std::string name = policy.name.empty() ? to_string(policy) : policy.name;
-      throw Error(error.code(), "EngineOptions::policies: `" + name + "`: " + error.what());
-    }
-  }
-  raised.cpu_sequences = scheduler::cpu_sequences(raised);
-  raised.cluster_sequences = scheduler::cluster_sequences(raised);
-  validate(raised);
-  return raised;
-}
-
-EngineSizes sizes_of(const EngineOptions& options) noexcept {
-  // Beside scores of the caller there are no copies of keys, unless a width is named.
-  const std::uint32_t unnamed = options.largest.scores ? 0 : kCodeBits;
-  return {.prompt_queries = options.prompt_queries,
-          .max_picks = options.max_picks,
-          .max_ranked = options.max_ranked,
-          .max_window = options.max_window,
-          .max_clusters = options.max_clusters != 0 ? options.max_clusters : kUsualClusters,
-          .code_bits = options.code_bits != 0 ? options.code_bits : unnamed,
-          .digests = options.digests,
-          .forecasts = options.forecasts};
-}
-
-void make_room(const PolicySpec& policy, std::uint32_t tokens, EngineOptions& options) {
-  sluice::validate(policy);
-  const scheduler::ForwardNeeds needs = scheduler::forward_needs(policy, tokens, limits_of(options, {}).shape);
-  if (needs.bucket.pages && options.digests.value_or(policy.pages.digest) != policy.pages.digest)
+/// One engine has one kind of each.
+void require_alike(const PolicySpec& policy, bool ranks, std::uint32_t bits, const EngineSizes& before) {
+  constexpr const char* kApart = "leave it out of EngineOptions::policies, or give it an engine of its own";
+  if (ranks && before.digests.value_or(policy.pages.digest) != policy.pages.digest)
     throw Error(Errc::unsupported,
-                "the policy ranks pages by another kind of digest than EngineOptions::digests has for the "
-                "policies before it; give it an engine of its own");
+                std::string("it ranks pages by another kind of digest than the policies before it; ") + kApart);
+  if (bits != 0 && before.code_bits != 0 && before.code_bits != bits)
+    throw Error(Errc::unsupported, "it chooses by copies of keys of " + std::to_string(bits) +
+                                       " bits, and the policies before it by copies of " +
+                                       std::to_string(before.code_bits) + "; write " +
+                                       (bits == kCodeBits ? "int3" : "int4") + ", " + kApart);
+}
+
+/// Raises what a sequence of this policy needs that grows to as many tokens as the largest bucket has.
+void make_room(const PolicySpec& policy, ResolvedOptions& engine) {
+  Bucket& bucket = engine.options.largest;
+  EngineSizes& sizes = engine.sizes;
+  const scheduler::ForwardNeeds needs =
+      scheduler::forward_needs(policy, bucket.max_tokens, limits_of(engine.options, {}).shape);
   const std::uint32_t bits = scheduler::code_bits(policy);
-  if (bits != 0 && options.code_bits != 0 && options.code_bits != bits)
-    throw Error(Errc::unsupported, "the policy chooses by copies of keys of " + std::to_string(bits) +
-                                       " bits, and EngineOptions::code_bits is " + std::to_string(options.code_bits) +
-                                       ", for the policies before it or as it was set; write " +
-                                       (bits == kCodeBits ? "int3" : "int4") +
-                                       ", leave it out of EngineOptions::policies, or give it an engine of its own");
-  if (needs.bucket.pages) options.digests = policy.pages.digest;
-  if (bits != 0) options.code_bits = bits;
-  Bucket& bucket = options.largest;
+  require_alike(policy, needs.bucket.pages, bits, sizes);
+  if (needs.bucket.pages) sizes.digests = policy.pages.digest;
+  if (bits != 0) sizes.code_bits = bits;
   bucket.top_k |= needs.bucket.top_k;
   bucket.unbounded |= needs.bucket.unbounded;
   bucket.pages |= needs.bucket.pages;
   bucket.rehearsed |= needs.bucket.rehearsed;
   bucket.scores |= needs.bucket.scores;
-  options.max_window = std::max(options.max_window, needs.window);
-  options.max_picks = std::max(options.max_picks, needs.picks);
-  options.max_ranked = std::max(options.max_ranked, needs.ranked);
-  options.prompt_queries = std::max(options.prompt_queries, scheduler::prompt_queries(policy));
-  options.max_clusters = std::max(options.max_clusters, needs.clusters);
+  sizes.max_window = std::max(sizes.max_window, needs.window);
+  sizes.max_picks = std::max(sizes.max_picks, needs.picks);
+  sizes.max_ranked = std::max(sizes.max_ranked, needs.ranked);
+  sizes.prompt_queries = std::max(sizes.prompt_queries, scheduler::prompt_queries(policy));
+  sizes.max_clusters = std::max(sizes.max_clusters, needs.clusters);
   // The CPU makes observed choices once more. On an H200 a layer of 32K tokens took 1,146 us without forecasts and
   // 1,197 with them where each step was observed, 1,180 and 332 where each eighth was; 2,405 and 3,130, 2,850 and 2,391
   // of 128K.
   constexpr std::uint32_t kWorthForecasts = 4;
-  options.forecasts |= scheduler::forecasts(policy) && policy.history.observe_every >= kWorthForecasts;
-  bucket.unbounded |= options.forecasts && scheduler::forecasts(policy) && policy.budget.kind == BudgetKind::top_p;
-  require_served(policy, options, sizes_of(options));
+  sizes.forecasts |= scheduler::forecasts(policy) && policy.history.observe_every >= kWorthForecasts;
+  bucket.unbounded |= sizes.forecasts && scheduler::forecasts(policy) && policy.budget.kind == BudgetKind::top_p;
+  require_served(policy, engine.options, sizes);
+  require_possible(sizes, bucket.max_tokens);
+}
+
+/// What the caller has set and no policy of the engine says how to do.
+void require_named(const ResolvedOptions& engine) {
+  if (engine.options.largest.pages && !engine.sizes.digests)
+    throw Error(Errc::invalid_argument,
+                "largest.pages is true, and none of EngineOptions::policies ranks pages; name one, or leave it out");
+}
+
+}  // namespace
+
+ResolvedOptions with_policies(const EngineOptions& options) {
+  validate(options);
+  ResolvedOptions engine{.options = options,
+                         .sizes = {.cpu_sequences = scheduler::cpu_sequences(options),
+                                   .cluster_sequences = scheduler::cluster_sequences(options)}};
+  engine.options.largest.max_tokens = longest_sequence(options);
+  for (const PolicySpec& policy : options.policies) {
+    try {
+      sluice::validate(policy);
+      require_counted(policy, options);
+      make_room(policy, engine);
+    } catch (const Error& error) {
+      const std::string name = policy.name.empty() ? to_string(policy) : policy.name;
+      throw Error(error.code(), "EngineOptions::policies: `" + name + "`: " + error.what());
+    }
+  }
+  require_named(engine);
+  // Beside scores of the caller there are no copies of keys, unless a policy chooses by them.
+  if (engine.sizes.code_bits == 0 && !engine.options.largest.scores) engine.sizes.code_bits = kCodeBits;
+  validate(engine.options);
+  return engine;
 }
 
 void require_served(const PolicySpec& policy, const EngineOptions& options, const EngineSizes& sizes) {

@@ -4,10 +4,13 @@
 
 namespace sluice::runtime {
 
-/// As sluice::resolved.
-[[nodiscard]] EngineOptions with_policies(const EngineOptions& options);
+/// What an engine is built by.
+struct ResolvedOptions {
+  EngineOptions options;  ///< of sequences that have room of their own the bounds that were given
+  EngineSizes sizes;      ///< all of the runtime goes by these
+};
 
-/// Of an engine with such options. All of the runtime goes by these.
-[[nodiscard]] EngineSizes sizes_of(const EngineOptions& options) noexcept;
+/// Of options as they are given. Throws as sluice::resolved.
+[[nodiscard]] ResolvedOptions with_policies(const EngineOptions& options);
 
 }  // namespace sluice::runtime

@@ -43,7 +43,7 @@ struct Engine::Impl : cpu::Kept {
     PlanItem item;
   };
 
-  Impl(const EngineOptions& chosen, std::shared_ptr<Device> given);
+  Impl(runtime::ResolvedOptions chosen, std::shared_ptr<Device> given);
 
   // As Engine's.
   [[nodiscard]] SequenceId begin(const PolicySpec& policy);

@@ -22,7 +22,7 @@ constexpr std::uint64_t kPreambleBytes = 32;
 constexpr std::uint64_t kMostHeadBytes = 64 * KiB;
 constexpr std::uint64_t kMostBodyBytes = std::uint64_t{1} << 62;
 constexpr std::uint32_t kLines = 1, kFlattened = 2;  ///< bits of how blocks of prompts are chosen
-constexpr std::uint64_t kMostQueries = 256;  ///< EngineOptions::prompt_queries, at most
+constexpr std::uint64_t kMostQueries = 256;          ///< EngineSizes::prompt_queries, at most
 
 [[noreturn]] void refuse(const std::string& why) {
   throw Error(Errc::corrupt, "this is no parked sequence, or it is damaged: " + why + "; take another copy of it");

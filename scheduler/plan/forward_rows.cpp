@@ -72,7 +72,7 @@ bool whole_pages(const PolicySpec& spec) noexcept {
          spec.pages.rank == PageRank::head;
 }
 
-/// As many as EngineOptions::max_ranked may be: however long a sequence of an engine is.
+/// As many as EngineSizes::max_ranked may be: however long a sequence of an engine is.
 constexpr std::uint32_t kAllPages = 1u << 20;
 
 /// The new token itself is always attended, but by policies of the CPU, which see to it.
@@ -282,24 +282,23 @@ std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const
   if (std::string reason = dense ? "" : lacks(spec, bucket); !reason.empty()) return reason;
   if (spec.uses(Source::pages) && limits.digests != spec.pages.digest)
     return std::string("it ranks pages by their ") + name_of(spec.pages.digest) +
-           " digests; set EngineOptions::digests";
+           " digests; name it in EngineOptions::policies";
   const std::uint32_t bits = code_bits(spec);
   if (bits != 0 && limits.code_bits == 0)
-    return "it chooses by copies of keys, and the engine keeps none beside scores of the caller; set "
-           "EngineOptions::code_bits to " +
-           std::to_string(bits);
+    return "it chooses by copies of keys, and the engine keeps none beside scores of the caller; name it in "
+           "EngineOptions::policies";
   if (bits != 0 && bits != limits.code_bits)
     return "it chooses by copies of keys of " + std::to_string(bits) + " bits, and the engine's have " +
            std::to_string(limits.code_bits) + "; write " + (bits == kCodeBits ? "int3" : "int4") +
-           ", or set EngineOptions::code_bits";
+           ", or give it an engine of its own";
   if (by_clusters(spec) && limits.cluster_sequences == 0)
-    return "it chooses among clusters on the device; set EngineOptions::cluster_sequences and max_clusters";
+    return "it chooses among clusters on the device; name it in EngineOptions::policies";
   if (const std::uint64_t least = least_far_tokens(spec, limits.shape); spec.far.min_tokens < least)
     return too_few_far_tokens(spec, least);
   const std::uint64_t window = window_of(spec, limits.shape.page_tokens);
   if (window > limits.max_window && bounds_window(spec, bucket) && !dense)
-    return "sinks and recent tokens are " + std::to_string(window) + ", and EngineOptions::max_window is " +
-           std::to_string(limits.max_window) + "; raise it";
+    return "sinks and recent tokens are " + std::to_string(window) + ", and there is room for " +
+           std::to_string(limits.max_window) + "; name it in EngineOptions::policies";
   return {};
 }
 

@@ -60,7 +60,7 @@ struct ForwardLimits {
   std::uint32_t max_window = 0;         ///< sinks and recent tokens together
   std::optional<DigestKind> digests{};  ///< of pages
   std::uint32_t cluster_sequences = 0;  ///< that may have clusters on the device
-  std::uint32_t code_bits = 4;          ///< of keys' copies, see EngineOptions::code_bits; 0: there are none
+  std::uint32_t code_bits = 4;          ///< of keys' copies, see EngineSizes::code_bits; 0: there are none
   bool latent = false;                  ///< values are parts of keys, see AttentionShape::value_dim
 };
 

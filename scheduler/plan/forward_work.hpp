@@ -23,7 +23,7 @@ struct WorkPlace {
   Bucket bucket;
   bool promotes = false;  ///< far rows are brought near
   std::span<const std::uint32_t> windows{};  ///< [layers] see EngineOptions::windows; or empty
-  std::uint32_t code_bits = 4;               ///< of keys' copies, see EngineOptions::code_bits
+  std::uint32_t code_bits = 4;               ///< of keys' copies, see EngineSizes::code_bits
 
   [[nodiscard]] std::uint32_t window(std::uint32_t layer) const noexcept {
     return windows.empty() ? 0 : windows[layer];

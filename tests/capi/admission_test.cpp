@@ -153,6 +153,8 @@ TEST_CASE("an admission's options: the defaults, those of an engine, and what it
   auto of = small_options();
   of.largest_prefill_rows = 32;
   of.largest_prefills = 1;
+  constexpr const char* const kOnCpu[] = {"lfps"};
+  of.policies = kOnCpu;
   of.cpu_sequences = 1;
   const EnginePointer engine = create(of);
   require_ok(sluice_admission_options_of(engine.get(), &options));

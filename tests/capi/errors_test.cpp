@@ -78,10 +78,15 @@ TEST_CASE("a policy is refused where it is wrong, or not served", "[capi][errors
   check_fails([&] { return sluice_engine_fork(small.engine, small.sequence, 0, "exakt", &s); }, SLUICE_INVALID_ARGUMENT,
               {"exakt"});
   auto options = small_options();
-  check_fails([&] { return sluice_engine_options_make_room_for(&options, "exakt", 10); }, SLUICE_INVALID_ARGUMENT,
-              {"exakt"});
-  check_fails([&] { return sluice_engine_options_make_room_for(&options, "exact | int4 | top_p=0.9 | near=10%", 10); },
-              SLUICE_UNSUPPORTED, {"engine cannot serve"});
+  const auto resolve = [&](const char* policy) {
+    return [=] {
+      auto named = options;
+      named.policies = &policy;
+      return sluice_engine_options_resolve(&named);
+    };
+  };
+  check_fails(resolve("exakt"), SLUICE_INVALID_ARGUMENT, {"exakt"});
+  check_fails(resolve("exact | int4 | top_p=0.9 | near=10%"), SLUICE_UNSUPPORTED, {"engine cannot serve"});
 }
 
 TEST_CASE("what there is no room for is out of capacity", "[capi][errors]") {

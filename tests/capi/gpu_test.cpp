@@ -25,7 +25,7 @@ sluice_engine_options options_on(std::int32_t device_type, std::int32_t device_i
   options.device_type = device_type;
   options.device_id = device_id;
   options.near_bytes = 256u << 10;
-  require_ok(sluice_engine_options_make_room_for(&options, kAll, 64));
+  options.policies = &kAll;
   return options;
 }
 
@@ -97,9 +97,10 @@ TEST_CASE("C on a GPU gives what C on the host gives", "[capi][gpu]") {
 TEST_CASE("what an engine on a GPU would take is what it takes", "[capi][gpu]") {
   auto options = options_on(SLUICE_DEVICE_CUDA, 0);
   const bool forecasts = GENERATE(false, true);
-  options.cpu_sequences = 2;
-  options.largest_features |= SLUICE_BUCKET_TOP_K;
-  options.forecasts = forecasts ? 1 : 0;
+  // As much as the CPU would have to do once more, and an eighth of it.
+  constexpr const char* const kHistories[] = {"history:observe_every=3 | int4 | top_k=9 | near=0",
+                                              "history:observe_every=8 | int4 | top_k=9 | near=0"};
+  options.policies = kHistories + (forecasts ? 1 : 0);
   auto needed = sized<sluice_memory>(), made = sized<sluice_memory>(), host = sized<sluice_memory>();
   require_ok(sluice_engine_options_memory_needed(&options, &needed));
   const EnginePointer engine = create(options);
@@ -107,9 +108,9 @@ TEST_CASE("what an engine on a GPU would take is what it takes", "[capi][gpu]") 
   for (const auto field : {&sluice_memory::far_pages, &sluice_memory::pinned, &sluice_memory::near_pages,
                            &sluice_memory::codes, &sluice_memory::digests, &sluice_memory::buffers})
     CHECK(needed.*field == made.*field);
-  auto got = sized<sluice_engine_options>();
-  require_ok(sluice_engine_get_options(engine.get(), &got));
-  CHECK(got.forecasts == options.forecasts);
+  auto got = sized<sluice_engine_sizes>();
+  require_ok(sluice_engine_get_sizes(engine.get(), &got));
+  CHECK((got.forecasts == 1) == forecasts);
   auto on_the_host = options;
   on_the_host.device_type = SLUICE_DEVICE_CPU;
   require_ok(sluice_engine_options_memory_needed(&on_the_host, &host));

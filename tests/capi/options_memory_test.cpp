@@ -5,15 +5,17 @@ using namespace sluice::test::capi;
 
 TEST_CASE("what an engine would take is what it takes", "[capi][options]") {
   auto options = small_options();
+  constexpr const char* const kRanked[] = {"quest"};
+  constexpr const char* const kFew[] = {"exact | int4 | top_k=64 | near=0,sinks=0,recent=64"};
   options.near_bytes = 1u << 18;
-  options.digests = SLUICE_DIGESTS_BOX;
+  options.policies = kRanked;
   auto needed = sized<sluice_memory>(), made = sized<sluice_memory>();
   const auto compare = [&] {
     require_ok(sluice_engine_options_memory_needed(&options, &needed));
     const EnginePointer engine = create(options);
     require_ok(sluice_engine_memory(engine.get(), &made));
     CHECK(needed.near_pages != 0);
-    CHECK(needed.digests != 0);
+    CHECK((needed.digests != 0) == (options.policies == kRanked));
     for (const auto field : {&sluice_memory::far_pages, &sluice_memory::pinned, &sluice_memory::near_pages,
                              &sluice_memory::codes, &sluice_memory::digests, &sluice_memory::buffers})
       CHECK(needed.*field == made.*field);
@@ -21,9 +23,8 @@ TEST_CASE("what an engine would take is what it takes", "[capi][options]") {
   };
   compare();
   // Lists have room for what the engine finds best to attend densely, where that is more than rows choose.
-  options.policy_count = 0;  // Which want more than that.
   options.largest_features = SLUICE_BUCKET_TOP_K;
-  options.max_picks = options.max_window = 64;
+  options.policies = kFew;
   compare();
   const std::uint64_t few = made.buffers;
   options.dense_tokens = SLUICE_DENSE_AUTO;
@@ -45,7 +46,8 @@ TEST_CASE("what an engine would take is what it takes", "[capi][options]") {
 
 TEST_CASE("near rows get what everything else leaves of a budget of device memory", "[capi][options]") {
   auto options = small_options();
-  options.digests = GENERATE(0u, 1u);  // None, boxes.
+  constexpr const char* const kEither[] = {"sluice", "quest"};
+  options.policies = kEither + GENERATE(0, 1);
   const auto takes = [&](std::uint64_t near) {
     options.near_bytes = near;
     auto needed = sized<sluice_memory>();

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::uint32_t kCores[] = {0};
 constexpr std::uint32_t kWindows[kLayers] = {24, 24};
-constexpr const char* kThreeBits[] = {"exact | int3 | sample=9 | near=0,sinks=4,recent=20", "full"};
+constexpr const char* kThreeBits[] = {"exact | int3 | sample=9 | near=0,sinks=4,recent=20", "full", "quest"};
 
 /// Each differs from its default, and from its neighbours.
 sluice_engine_options unlike_the_defaults() {
@@ -37,17 +37,10 @@ sluice_engine_options unlike_the_defaults() {
   options.in_flight = 4;
   options.sequences = 9;
   options.cpu_sequences = 5;
-  options.prompt_queries = 31;
   options.policy_bytes = 3u << 20;
-  options.max_picks = 100;
-  options.digests = SLUICE_DIGESTS_BOX;
-  options.max_ranked = 77;
-  options.code_bits = 3;
   options.fetch_share = 0.f;
   options.fetch_lists = 7;
-  options.max_window = 55;
   options.cluster_sequences = 3;
-  options.max_clusters = 44;
   options.import_rows = 22;
   options.prefill_window = 64;
   options.prefill_mode = SLUICE_PREFILL_AUTOMATIC;
@@ -88,7 +81,6 @@ TEST_CASE("the defaults of C are those of C++", "[capi][options]") {
   CHECK(got.largest_decode_rows == want.largest.decode_rows);
   CHECK(got.largest_features == SLUICE_BUCKET_TOP_K);
   CHECK(got.largest_drafts == 1);
-  CHECK(got.digests == SLUICE_DIGESTS_NONE);
   CHECK(got.prefill_mode == SLUICE_PREFILL_FULL);
   CHECK(got.prefill_gamma == want.prefill.flex.gamma);
   CHECK(got.placement == SLUICE_PLACE_HYBRID);
@@ -96,9 +88,7 @@ TEST_CASE("the defaults of C are those of C++", "[capi][options]") {
   CHECK(got.fetch_lists == 0);
   CHECK(got.cpu_sequences == SLUICE_ALL_SEQUENCES);
   CHECK(got.cluster_sequences == SLUICE_ALL_SEQUENCES);
-  CHECK(got.max_clusters == want.max_clusters);
   CHECK(got.dense_tokens == 0);
-  CHECK(got.forecasts == 0);
   CHECK(got.prefix_bytes == want.prefix_bytes);
   CHECK(got.prefix_decoded == 0);
   CHECK(got.pin_threads == 1);
@@ -137,6 +127,7 @@ TEST_CASE("every option arrives at the engine", "[capi][options]") {
   CHECK(memory.far_pages == 4u << 20);
   CHECK(memory.near_pages == 128u << 10);
   CHECK(memory.digests > 0);
+  CHECK(memory.codes > 0);
 }
 
 TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[capi][options]") {
@@ -144,7 +135,6 @@ TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[ca
   options.fetch_share = 0.375f;
   options.fetch_lists = 5;
   options.dense_tokens = 48;
-  options.forecasts = 1;
   auto whole = options;
   whole.fetch_share = 0.f;
   EnginePointer engine = create(options);
@@ -155,7 +145,6 @@ TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[ca
   CHECK(got.fetch_lists == 5);
   CHECK(got.dense_tokens == 48);
   CHECK(got.handover == SLUICE_HANDOVER_DEVICE);
-  CHECK(got.forecasts == 0);  // The cores that would estimate all keys are those that read the few.
   auto memory = sized<sluice_memory>();  // And not only back from it.
   auto less = sized<sluice_memory>();
   require_ok(sluice_engine_memory(engine.get(), &memory));
@@ -163,56 +152,38 @@ TEST_CASE("a share of what is far arrives at an engine that places hybrid", "[ca
   CHECK(memory.buffers > less.buffers);
 }
 
-TEST_CASE("make_room_for raises what a policy needs, and nothing else", "[capi][options]") {
+TEST_CASE("resolve fills in what policies want, and nothing else", "[capi][options]") {
+  constexpr const char* const kNamed[] = {kPolicy};
   auto options = small_options();
   options.largest_features = 0;
+  options.policies = kNamed, options.policy_count = 1;
   options.cores = kCores, options.core_count = 1;
   options.windows = kWindows, options.window_count = kLayers;
   options.softcap = 30.f;
   options.device_type = SLUICE_DEVICE_CUDA, options.device_id = 3, options.device_bytes = 5;
   auto want = options;
   want.largest_features = SLUICE_BUCKET_UNBOUNDED;
-  want.code_bits = 4;
+  want.largest_max_tokens = 1024;  // As many as host_bytes hold.
   want.cpu_sequences = want.cluster_sequences = 0;
-  want.policies = nullptr, want.policy_count = 0;
-  require_ok(sluice_engine_options_make_room_for(&options, kPolicy, 200));
+  require_ok(sluice_engine_options_resolve(&options));
   CHECK(std::memcmp(&options, &want, sizeof want) == 0);
-  require_ok(sluice_engine_options_make_room_for(&options, "quest | near=0", 200));
-  CHECK((options.largest_features & SLUICE_BUCKET_PAGES) != 0);
-  CHECK(options.digests == SLUICE_DIGESTS_BOX);
-  require_ok(sluice_engine_options_make_room_for(&options, "lfps | near=0", 200));
-  CHECK(options.cpu_sequences == 1);
-  CHECK(options.forecasts == 0);
-  require_ok(sluice_engine_options_make_room_for(&options, "history:observe_every=3 | int4 | top_k=9 | near=0", 200));
-  CHECK(options.forecasts == 0);  // As much as the CPU would have to do once more.
-  options.largest_features = 0;
-  require_ok(sluice_engine_options_make_room_for(&options, "history:observe_every=4 | int4 | top_k=9 | near=0", 200));
-  CHECK(options.forecasts == 1);
-  CHECK(options.largest_features == SLUICE_BUCKET_TOP_K);
-  require_ok(sluice_engine_options_make_room_for(&options, "history | int4 | top_p=0.9 | near=0", 200));
-  CHECK(options.largest_features == (SLUICE_BUCKET_TOP_K | SLUICE_BUCKET_UNBOUNDED));
-  require_ok(sluice_engine_options_make_room_for(&options, kPolicy, 200));
-  CHECK(options.forecasts == 1);
-  check_fails([&] { return sluice_engine_options_make_room_for(&options, "arkvale | near=0", 200); },
-              SLUICE_UNSUPPORTED, {"digest"});
-  check_fails([&] { return sluice_engine_options_make_room_for(&options, "exact | int3 | sample=9 | near=0", 200); },
-              SLUICE_UNSUPPORTED, {"3 bits", "code_bits is 4"});
+  constexpr const char* const kWrong[] = {"quest | near=0", "arkvale | near=0"};
+  options.policies = kWrong, options.policy_count = 2;
+  check_fails([&] { return sluice_engine_options_resolve(&options); }, SLUICE_UNSUPPORTED,
+              {"EngineOptions::policies", "digest"});
 }
 
 TEST_CASE("copies of keys have the bits that policies want", "[capi][options]") {
+  constexpr const char* const kFew[] = {"exact | int3 | sample=9 | near=0"};
   auto options = small_options();
-  CHECK(options.code_bits == 0);
-  require_ok(sluice_engine_options_make_room_for(&options, "exact | int3 | sample=9 | near=0", 200));
-  CHECK(options.code_bits == 3);
-  auto wide = options;
-  wide.code_bits = 0;
+  EnginePointer many = create(options);
+  options.policies = kFew;
   EnginePointer few = create(options);
-  EnginePointer many = create(wide);
-  auto got = sized<sluice_engine_options>();
-  require_ok(sluice_engine_get_options(few.get(), &got));
-  CHECK(got.code_bits == 3);
-  require_ok(sluice_engine_get_options(many.get(), &got));
-  CHECK(got.code_bits == 4);
+  auto sizes = sized<sluice_engine_sizes>();
+  require_ok(sluice_engine_get_sizes(few.get(), &sizes));
+  CHECK(sizes.code_bits == 3);
+  require_ok(sluice_engine_get_sizes(many.get(), &sizes));
+  CHECK(sizes.code_bits == 4);
   auto less = sized<sluice_memory>();
   auto more = sized<sluice_memory>();
   require_ok(sluice_engine_memory(few.get(), &less));
@@ -240,13 +211,15 @@ TEST_CASE("policies that are named have room in the engine", "[capi][options]") 
   auto got = sized<sluice_engine_options>();
   require_ok(sluice_engine_get_options(engine.get(), &got));
   CHECK(got.largest_features == resolved.largest_features);
-  CHECK(got.cpu_sequences == 2);
+  CHECK(got.cpu_sequences == SLUICE_ALL_SEQUENCES);  // As it was given.
   auto sizes = sized<sluice_engine_sizes>();
   require_ok(sluice_engine_get_sizes(engine.get(), &sizes));
   CHECK(sizes.code_bits == 3);
   CHECK(sizes.digests == SLUICE_DIGESTS_BOX);
   CHECK(sizes.prompt_queries == 32);
   CHECK(sizes.forecasts == 0);
+  CHECK(sizes.cpu_sequences == 2);
+  CHECK(sizes.cluster_sequences == 0);
   CHECK((sizes.max_picks > 0 && sizes.max_ranked > 0 && sizes.max_window > 0 && sizes.max_clusters > 0));
   for (const char* const policy : policies) {
     CAPTURE(policy);
@@ -259,28 +232,44 @@ TEST_CASE("policies that are named have room in the engine", "[capi][options]") 
               {"EngineOptions::policies"});
 }
 
-TEST_CASE("a struct of version 7 gets the defaults that it had", "[capi][options]") {
+TEST_CASE("an engine of a caller that knows no policies is for the default one", "[capi][options]") {
   sluice_engine_options options{};
   constexpr std::size_t kBytes = offsetof(sluice_engine_options, policy_count);
   options.policy_count = 77;
   require_ok(sluice_engine_options_init(&options, kBytes));
   CHECK(options.struct_size == kBytes);
-  CHECK(options.cpu_sequences == 0);
-  CHECK(options.cluster_sequences == 0);
-  CHECK(options.max_clusters == 4096);
   CHECK(options.policy_count == 77);
-}
-
-TEST_CASE("a caller that knows no policies has what its other options say", "[capi][options]") {
-  auto options = small_options();
-  options.struct_size = offsetof(sluice_engine_options, policy_count);
-  options.largest_features = SLUICE_BUCKET_SCORES;
+  options = small_options();
+  options.struct_size = kBytes;
+  options.policy_count = 0;
   EnginePointer engine = create(options);
   auto got = sized<sluice_engine_options>();
   require_ok(sluice_engine_get_options(engine.get(), &got));
-  CHECK(got.policy_count == 0);
-  CHECK(got.policies == nullptr);
-  CHECK(got.largest_features == SLUICE_BUCKET_SCORES);
+  REQUIRE(got.policy_count == 1);
+  CHECK(got.policies[0] == std::string("sluice"));
+  sluice_sequence sequence = 0;
+  require_ok(sluice_engine_begin(engine.get(), "sluice", &sequence));
+}
+
+TEST_CASE("sizes that callers said themselves before version 9 are refused by their names", "[capi][options]") {
+  const auto refused = [](const char* name, const auto& set) {
+    auto options = small_options();
+    set(options);
+    sluice_engine* engine = nullptr;
+    const std::vector<std::string> words = {std::string("sluice_engine_options.") + name + " is 3", "policies"};
+    check_fails([&] { return sluice_engine_create(&options, &engine); }, SLUICE_INVALID_ARGUMENT, words);
+    options.struct_size = offsetof(sluice_engine_options, policy_count);
+    check_fails([&] { return sluice_engine_create(&options, &engine); }, SLUICE_INVALID_ARGUMENT, words);
+    CHECK(engine == nullptr);
+  };
+  refused("prompt_queries", [](auto& o) { o.unused_sizes[0] = 3; });
+  refused("max_picks", [](auto& o) { o.unused_sizes[1] = 3; });
+  refused("digests", [](auto& o) { o.unused_sizes[2] = 3; });
+  refused("max_ranked", [](auto& o) { o.unused_sizes[3] = 3; });
+  refused("max_window", [](auto& o) { o.unused_sizes[4] = 3; });
+  refused("max_clusters", [](auto& o) { o.unused_clusters = 3; });
+  refused("forecasts", [](auto& o) { o.unused_forecasts = 3; });
+  refused("code_bits", [](auto& o) { o.unused_code_bits = 3; });
 }
 
 TEST_CASE("options that have no such value are refused by name", "[capi][options]") {
@@ -294,7 +283,6 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
   };
   refused({"kv_dtype is 4", "SLUICE_FP8_E4M3"}, [](auto& o) { o.kv_dtype = 4; });
   refused({"kv_dtype is -1"}, [](auto& o) { o.kv_dtype = -1; });
-  refused({"digests is 3"}, [](auto& o) { o.digests = 3; });
   refused({"prefill_mode is 3"}, [](auto& o) { o.prefill_mode = 3; });
   refused({"placement is 2", "SLUICE_PLACE_STREAM"}, [](auto& o) { o.placement = 2; });
   refused({"fetch_share is -0.5", "[0, 1]"}, [](auto& o) { o.fetch_share = -0.5f; });
@@ -304,9 +292,6 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
           [](auto& o) { o.fetch_share = 0.5f, o.placement = SLUICE_PLACE_STREAM; });
   refused({"dense_tokens is 2147483648", "[0, 2147483647]"}, [](auto& o) { o.dense_tokens = 1u << 31; });
   refused({"handover is 4", "SLUICE_HANDOVER_HOST", "sluice_engine_options_init"}, [](auto& o) { o.handover = 4; });
-  refused({"code_bits is 5", "3 or 4"}, [](auto& o) { o.code_bits = 5; });
-  refused({"code_bits is 4294967295"}, [](auto& o) { o.code_bits = (std::uint64_t{1} << 32) + 3; });
-  refused({"forecasts is 2", "0 or 1"}, [](auto& o) { o.forecasts = 2; });
   refused({"prefix_decoded is 2"}, [](auto& o) { o.prefix_decoded = 2; });
   refused({"prefill_lines is 2", "0 or 1"}, [](auto& o) { o.prefill_lines = 2; });
   refused({"pin_threads is 7"}, [](auto& o) { o.pin_threads = 7; });
@@ -339,8 +324,7 @@ TEST_CASE("options that have no such value are refused by name", "[capi][options
 
   auto options = small_options();
   options.page_tokens = 0;  // What is computed with it would not go well.
-  check_fails([&] { return sluice_engine_options_make_room_for(&options, "quest | near=0", 8); },
-              SLUICE_INVALID_ARGUMENT, {"page_tokens is 0"});
+  check_fails([&] { return sluice_engine_options_resolve(&options); }, SLUICE_INVALID_ARGUMENT, {"page_tokens is 0"});
 }
 
 TEST_CASE("buckets and items that have no such value are refused by name", "[capi][options]") {
@@ -372,7 +356,7 @@ TEST_CASE("an array of options is not read before its count can be one", "[capi]
     check_fails([&] { return sluice_engine_create(&options, &engine); }, SLUICE_INVALID_ARGUMENT, words);
     check_fails([&] { return sluice_engine_options_memory_needed(&options, &memory); }, SLUICE_INVALID_ARGUMENT, words);
     check_fails([&] { return sluice_engine_options_near_within(&options, 1, &near); }, SLUICE_INVALID_ARGUMENT, words);
-    check_fails([&] { return sluice_engine_options_make_room_for(&room, "full", 1); }, SLUICE_INVALID_ARGUMENT, words);
+    check_fails([&] { return sluice_engine_options_resolve(&room); }, SLUICE_INVALID_ARGUMENT, words);
   };
   for (const std::uint32_t count : {1u, kLayers + 1, 100'000u, 0xffff'ffffu}) {
     CAPTURE(count);

@@ -72,7 +72,7 @@ sluice_bucket bucket_of(const Bucket& bucket) {
 }
 
 /// By hand, as a caller of C would.
-sluice_engine_options c_options_for(std::span<const std::string> policies) {
+sluice_engine_options c_options_for(std::span<const char* const> policies) {
   sluice_engine_options options;
   require_ok(sluice_engine_options_init(&options, sizeof options));
   options.layers = kShape.layers;
@@ -93,8 +93,8 @@ sluice_engine_options c_options_for(std::span<const std::string> policies) {
   options.largest_features |= SLUICE_BUCKET_AUDIT;
   options.sequences = 6;
   options.cpu_sequences = 3;
-  for (const std::string& policy : policies)
-    require_ok(sluice_engine_options_make_room_for(&options, policy.c_str(), 512));
+  options.policies = policies.data();
+  options.policy_count = policies.size();
   return options;
 }
 
@@ -226,7 +226,9 @@ class CPlayer final : public Player {
 }  // namespace
 
 std::unique_ptr<Player> c_player(std::span<const std::string> policies, Layout layout) {
-  return std::make_unique<CPlayer>(c_options_for(policies), layout);
+  std::vector<const char*> names;
+  for (const std::string& policy : policies) names.push_back(policy.c_str());
+  return std::make_unique<CPlayer>(c_options_for(names), layout);
 }
 
 }  // namespace sluice::test::capi

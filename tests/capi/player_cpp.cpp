@@ -146,7 +146,7 @@ EngineOptions options_for(std::span<const std::string> policies) {
       .decode_rows = 4, .drafts = 2, .prefill_rows = 100, .prefills = 2, .max_tokens = 512, .audit = true};
   options.sequences = 6;
   options.cpu_sequences = 3;
-  for (const std::string& policy : policies) make_room_for(parse_policy(policy), 512, options);
+  for (const std::string& policy : policies) options.policies.push_back(parse_policy(policy));
   return options;
 }
 

@@ -118,7 +118,7 @@ void require_same(const std::vector<std::string>& policies, const Script& script
 }
 
 Bucket with_features(const std::string& policy, Bucket bucket) {
-  const Bucket all = options_for(std::vector{policy}).largest;
+  const Bucket all = resolved(options_for(std::vector{policy})).largest;
   bucket.top_k = all.top_k, bucket.unbounded = all.unbounded, bucket.pages = all.pages;
   bucket.rehearsed = all.rehearsed, bucket.scores = all.scores;
   return bucket;

@@ -186,8 +186,9 @@ TEST_CASE("import refuses tensors that break the rules", "[capi][errors]") {
 
 TEST_CASE("scores that are missing or too short are refused, and the layer can be given others", "[capi][errors]") {
   auto options = small_options();
-  for (const char* const policy : {kPolicy, "scores | top_k=8 | near=0"})
-    require_ok(sluice_engine_options_make_room_for(&options, policy, 64));
+  constexpr const char* const kNamed[] = {kPolicy, "scores | top_k=8 | near=0"};
+  options.policies = kNamed;
+  options.policy_count = 2;
   SmallEngine small(options);
   require_ok(sluice_engine_begin(small.engine, "scores | top_k=8 | near=0", &small.sequence));
   small.bucket.features = SLUICE_BUCKET_TOP_K | SLUICE_BUCKET_SCORES;

@@ -33,7 +33,7 @@ TEST_CASE("a size that nobody has set is refused", "[capi][versions]") {
     auto options = small_options();
     options.struct_size = size;
     refused("sluice_engine_options", [&] { return sluice_engine_create(&options, &engine); });
-    refused("sluice_engine_options", [&] { return sluice_engine_options_make_room_for(&options, kPolicy, 8); });
+    refused("sluice_engine_options", [&] { return sluice_engine_options_resolve(&options); });
     refused("sluice_engine_options", [&] { return sluice_engine_get_options(small.engine, &options); });
     check_fails([&] { return sluice_engine_options_init(&options, size); }, SLUICE_INVALID_ARGUMENT,
                 {"struct_size is"});
@@ -115,8 +115,7 @@ TEST_CASE("fields that the library does not know are taken if they are 0", "[cap
   options.extra[1] = 1u << 31;
   sluice_engine* none = nullptr;
   check_fails([&] { return sluice_engine_create(&options.known, &none); }, SLUICE_UNSUPPORTED, words);
-  check_fails([&] { return sluice_engine_options_make_room_for(&options.known, kPolicy, 8); }, SLUICE_UNSUPPORTED,
-              words);
+  check_fails([&] { return sluice_engine_options_resolve(&options.known); }, SLUICE_UNSUPPORTED, words);
 }
 
 TEST_CASE("results that the library does not know are 0", "[capi][versions]") {

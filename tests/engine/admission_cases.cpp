@@ -17,7 +17,7 @@ const char* const kOnDevice = "exact | int4 | top_p=0.9 | near=0";
 /// An engine of 100 blocks of 16 tokens that serves policies of both kinds.
 EngineOptions admission_options(const EngineRig& rig) {
   EngineOptions options = options_for(rig, 2, 0);
-  make_room_for(parse_policy(kOnDevice), 1024, options);
+  options.policies.push_back(parse_policy(kOnDevice));
   return options;
 }
 

@@ -17,9 +17,8 @@ namespace {
 constexpr std::uint32_t kPrompt = 290;
 
 EngineOptions audited(const EngineRig& rig, std::uint32_t rows, std::uint32_t near) {
-  EngineOptions options = options_for(rig, rows, near);
-  options.largest.audit = options.largest.pages = true;
-  options.digests = DigestKind::box;
+  EngineOptions options = paged_options(rig, rows, near, DigestKind::box);
+  options.largest.audit = true;
   return options;
 }
 

@@ -154,7 +154,7 @@ TEST_CASE("an engine serves every page size, group and type, and gives the log-s
   EngineOptions options{.shape = shape,
                         .page_tokens = page_tokens,
                         .kv_dtype = dtype,
-                        .policies = {},
+                        .policies = {parse_policy("exact | int4 | top_k=20 | near=0,sinks=3,recent=11")},
                         .threads = 2,
                         .pin_threads = false};
   options.host_bytes = div_up(400, page_tokens) * block_bytes(options);
@@ -177,15 +177,15 @@ TEST_CASE("a far part of thousands of rows is answered whole", "[engine]") {
   const EngineRig rig = engine_rig();
   const std::uint32_t prompt = GENERATE(from_range(few<1>(std::array{5003u, 4000u})));
   const AttentionShape shape{.layers = 2, .q_heads = 2, .kv_heads = 1, .head_dim = 64};
+  const PolicySpec policy = parse_policy("exact | int4 | top_k=all | near=0,sinks=3,recent=11");
   EngineOptions options{
-      .shape = shape, .kv_dtype = rig.kv_dtype, .policies = {}, .max_picks = 6000, .threads = 3, .pin_threads = false};
+      .shape = shape, .kv_dtype = rig.kv_dtype, .policies = {policy}, .threads = 3, .pin_threads = false};
   options.host_bytes = 320 * block_bytes(options);
   options.near_bytes = 10 * near_block_bytes(options);
   options.import_rows = 2000;
   Engine engine(options, rig.device);
   const Story story(shape, prompt + 5, 41);
-  Teller teller{.story = &story,
-                .id = engine.begin(parse_policy("exact | int4 | top_k=all | near=0,sinks=3,recent=11"))};
+  Teller teller{.story = &story, .id = engine.begin(policy)};
   import_story(engine, rig, teller, prompt);
   ForwardTensors tensors(*rig.device, shape, 1);
   const std::size_t row = std::size_t{shape.q_heads} * shape.head_dim;
@@ -201,8 +201,10 @@ TEST_CASE("of long sequences the highest are chosen, ties by the lowest token", 
   CAPTURE(period, picks);
   const EngineRig rig = engine_rig();
   const AttentionShape shape{.layers = 1, .q_heads = 6, .kv_heads = 1, .head_dim = 64};
+  const PolicySpec policy =
+      parse_policy("exact | int4 | top_k=" + std::to_string(picks) + " | near=0,sinks=3,recent=11");
   EngineOptions options{
-      .shape = shape, .kv_dtype = rig.kv_dtype, .policies = {}, .max_picks = picks, .threads = 2, .pin_threads = false};
+      .shape = shape, .kv_dtype = rig.kv_dtype, .policies = {policy}, .threads = 2, .pin_threads = false};
   // Long enough for several thread blocks of a GPU to share them.
   const std::uint32_t tokens = rig.on_gpu ? 20'000 : 2'000;
   options.host_bytes = (tokens / 16 + 10) * block_bytes(options);
@@ -211,9 +213,7 @@ TEST_CASE("of long sequences the highest are chosen, ties by the lowest token", 
   Engine engine(options, rig.device);
   Story story(shape, tokens + 2, 43);
   story.repeat_keys(period);
-  Teller teller{.story = &story,
-                .id = engine.begin(
-                    parse_policy("exact | int4 | top_k=" + std::to_string(picks) + " | near=0,sinks=3,recent=11"))};
+  Teller teller{.story = &story, .id = engine.begin(policy)};
   import_story(engine, rig, teller, tokens);
   ForwardTensors tensors(*rig.device, shape, 1);
   while (teller.at < story.tokens()) {
@@ -228,11 +228,12 @@ TEST_CASE("rows of long sequences lie near, far or either, in layers that choose
   CAPTURE(near_pages, picks);
   const EngineRig rig = engine_rig();
   const AttentionShape shape{.layers = 2, .q_heads = 8, .kv_heads = 2, .head_dim = 128};
+  const PolicySpec policy =
+      parse_policy("exact | int4 | top_k=" + std::to_string(picks) + " | near=0,sinks=3,recent=11");
   EngineOptions options{.shape = shape,
                         .kv_dtype = rig.kv_dtype,
-                        .policies = {},
+                        .policies = {policy},
                         .largest = {.decode_rows = 2},
-                        .max_picks = picks,
                         .threads = 2,
                         .pin_threads = false};
   const std::uint32_t tokens = rig.on_gpu ? 20'000 : 2'000;
@@ -243,9 +244,7 @@ TEST_CASE("rows of long sequences lie near, far or either, in layers that choose
   Engine engine(options, rig.device);
   Story story(shape, tokens + 3, 53);
   story.see(options.windows);
-  Teller teller{.story = &story,
-                .id = engine.begin(parse_policy("exact | int4 | top_k=" + std::to_string(picks) +
-                                                " | near=0,sinks=3,recent=11"))};
+  Teller teller{.story = &story, .id = engine.begin(policy)};
   import_story(engine, rig, teller, tokens);
   ForwardTensors tensors(*rig.device, shape, 2);  // There is no other row.
   const std::size_t row = std::size_t{shape.q_heads} * shape.head_dim;
@@ -265,8 +264,8 @@ TEST_CASE("a step chooses the highest, whatever the one before let expect", "[en
   CAPTURE(period);
   const EngineRig rig = engine_rig();
   const AttentionShape shape{.layers = 2, .q_heads = 10, .kv_heads = 1, .head_dim = 64};
-  EngineOptions options{
-      .shape = shape, .kv_dtype = rig.kv_dtype, .policies = {}, .max_picks = 300, .threads = 2, .pin_threads = false};
+  EngineOptions options = named({.shape = shape, .kv_dtype = rig.kv_dtype, .threads = 2, .pin_threads = false},
+                                {"exact | int4 | top_k=300 | near=0,sinks=3,recent=11"});
   const std::uint32_t tokens = rig.on_gpu ? 20'000 : 2'000;
   options.host_bytes = 2 * (tokens / 16 + 10) * block_bytes(options);
   options.near_bytes = 60 * near_block_bytes(options);

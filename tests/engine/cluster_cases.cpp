@@ -156,8 +156,7 @@ TEST_CASE("a batch of policies with and without clusters attends what each does 
 TEST_CASE("what has no room for clusters says so and changes nothing", "[engine][clusters]") {
   const EngineRig rig = engine_rig();
   const Story story(kShape, 300, 93);
-  EngineOptions options = options_for(rig, 1, 0);
-  options.cluster_sequences = 0;
+  EngineOptions options = named(options_for(rig, 1, 0), {kManyTokens});
   {
     Engine engine(options, rig.device);
     const auto [code, text] = refusal_of([&] { (void)engine.begin(parse_policy(kTactic)); });
@@ -167,7 +166,7 @@ TEST_CASE("what has no room for clusters says so and changes nothing", "[engine]
     REQUIRE(text.find("EngineOptions::policies") != std::string::npos);
   }
   options.cluster_sequences = 2;
-  options.max_clusters = 50;
+  options.policies = {parse_policy("tactic:least=64,size=64,recluster=64 | int4")};
   Engine engine(options, rig.device);
   Teller teller{.story = &story, .id = engine.begin(parse_policy(kTactic))};
   const SequenceId second = engine.begin(parse_policy(kTactic));
@@ -175,9 +174,10 @@ TEST_CASE("what has no room for clusters says so and changes nothing", "[engine]
   REQUIRE_FALSE(engine.can_admit(10, parse_policy(kTactic)));
   engine.end(second);
   REQUIRE(engine.can_admit(10, parse_policy(kTactic)));
-  prefill(engine, rig, teller, 204);  // 51 clusters of 4.
+  const std::uint32_t prompt = 4 * (engine.sizes().max_clusters + 1);  // In clusters of 4: one too many.
+  prefill(engine, rig, teller, prompt);
   REQUIRE(code_of([&] { (void)decode(engine, rig, teller); }) == Errc::out_of_capacity);
-  REQUIRE(engine.tokens(teller.id) == 204);
-  engine.truncate(teller.id, teller.at = 203);
+  REQUIRE(engine.tokens(teller.id) == prompt);
+  engine.truncate(teller.id, teller.at = prompt - 1);
   REQUIRE(decode(engine, rig, teller).size() == kShape.layers * kRow);
 }

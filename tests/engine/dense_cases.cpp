@@ -15,10 +15,8 @@ constexpr const char* kFew = "exact | int4 | top_k=4 | near=0,sinks=4,recent=16"
 EngineOptions dense_options(const EngineRig& rig, std::uint32_t near, std::uint32_t dense = kDense) {
   EngineOptions options = options_for(rig, 4, near);
   options.largest.unbounded = false;
-  options.cpu_sequences = options.cluster_sequences = 0;
   options.dense_tokens = dense;
-  make_room_for(parse_policy(kFew), 1'024, options);
-  return options;
+  return named(options, {kManyTokens});
 }
 
 Teller begun(Engine& engine, const EngineRig& rig, const Story& story, std::uint32_t tokens,
@@ -184,7 +182,7 @@ TEST_CASE("whole rows attend in several launches, of more query heads than a thr
                           .softcap = 7.f,
                           .kv_dtype = rig.kv_dtype,
                           .dense_tokens = dense,
-                          .policies = {},
+                          .policies = {parse_policy("none | near=0")},
                           .largest = {.decode_rows = kRows,
                                       .prefill_rows = 9,
                                       .prefills = 1,

@@ -124,11 +124,11 @@ TEST_CASE("an audit finds that rows of a team attend no less than by themselves"
   const Story story(shape, kPrompt + 4 * kDrafts, 530, drafts::kPageTokens);
   EngineOptions options = draft_options(rig, shape, kDrafts, 1, near);
   options.largest.audit = true;
-  make_room_for(parse_policy(policy.text), story.tokens(), options);
+  options.policies.push_back(parse_policy(policy.text));
   options.windows = {0, 0, 30};
   const auto audit = [&](std::uint32_t drafts) {
     Engine engine(options, rig.device);
-    Bucket bucket = options.largest;
+    Bucket bucket = engine.options().largest;
     bucket.drafts = drafts;
     Teller teller{.story = &story, .id = engine.begin(parse_policy(policy.text))};
     import_story(engine, rig, teller, kPrompt);

@@ -161,8 +161,7 @@ TEST_CASE("buckets and policies that teams cannot serve are refused by name", "[
     const PlanItem item{.sequence = id, .tokens = tokens};
     return code_of([&] { (void)engine.plan({&item, 1}, bucket, rig.stream); });
   };
-  options.cpu_sequences = 1;
-  make_room_for(parse_policy("magicpig"), 100, options);
+  options.policies.push_back(parse_policy("magicpig"));
   Engine engine(options, rig.device);
   const SequenceId id = engine.begin(parse_policy("full"));
   REQUIRE(plan(engine, id, 1, {.decode_rows = 6, .drafts = 4, .unbounded = true}) == Errc::invalid_argument);

@@ -120,13 +120,14 @@ TEST_CASE("groups of one, three and seven heads draw as many as each asks for", 
   const AttentionShape shape{.layers = 1, .q_heads = 2 * group, .kv_heads = 2, .head_dim = 64};
   Story story(shape, 260, 956);
   if (rig.kv_dtype != DType::f32) story.round_queries();
-  EngineOptions options{.shape = shape, .kv_dtype = rig.kv_dtype, .policies = {}, .threads = 2, .pin_threads = false};
+  const PolicySpec spec =
+      parse_policy(with(std::string("sample=6,error=20%,most=24") + (shared ? ",draws=group" : "")));
+  EngineOptions options{
+      .shape = shape, .kv_dtype = rig.kv_dtype, .policies = {spec}, .threads = 2, .pin_threads = false};
   options.host_bytes = 40 * block_bytes(options);
   options.largest.decode_rows = 1;
   Engine engine(options, rig.device);
-  Teller teller{.story = &story,
-                .id = engine.begin(
-                    parse_policy(with(std::string("sample=6,error=20%,most=24") + (shared ? ",draws=group" : ""))))};
+  Teller teller{.story = &story, .id = engine.begin(spec)};
   import_story(engine, rig, teller, 240);
   DrawPolicy policy = kErrorDraws;
   policy.group_draws = shared;

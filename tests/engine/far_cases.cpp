@@ -131,10 +131,9 @@ TEST_CASE("an engine sized for a budget of far tokens has room for that, and ref
           "[engine][far]") {
   const EngineRig rig = engine_rig();
   const auto sized_for = [&](const char* text) {
-    EngineOptions options = options_for(rig, 1, 0);
-    options.max_picks = options.max_ranked = 1;
-    make_room_for(parse_policy(text), 4096, options);
-    return options;
+    EngineOptions options = named(options_for(rig, 1, 0), {text});
+    options.host_bytes = 256 * block_bytes(options);  // 4096 tokens.
+    return Engine(options, rig.device).sizes();
   };
   REQUIRE(sized_for("sluice").max_picks == 257);  // One more than it draws.
   REQUIRE(sized_for("sluice | far=80").max_picks == 11);
@@ -142,7 +141,7 @@ TEST_CASE("an engine sized for a budget of far tokens has room for that, and ref
   REQUIRE(sized_for("quest").max_ranked > sized_for("quest | far=max(128, 1%)").max_ranked);
   REQUIRE(code_of([&] { (void)sized_for("quest | far=127"); }) == Errc::unsupported);
   REQUIRE(code_of([&] { (void)sized_for("sluice | far=7"); }) == Errc::unsupported);
-  Engine engine(sized_for("quest | far=128"), rig.device);
+  Engine engine(named(options_for(rig, 1, 0), {"quest | far=128"}), rig.device);
   REQUIRE(code_of([&] { (void)engine.begin(parse_policy("quest | far=1%")); }) == Errc::unsupported);
   (void)engine.begin(parse_policy("quest | far=max(128, 1%)"));
 }

@@ -104,9 +104,8 @@ TEST_CASE("lists for which the CPU chooses stay with it, those of layers with wi
   Story story(kShape, 292, 77);
   if (rig.kv_dtype != DType::f32) story.round_queries();
   const PolicySpec policy = parse_policy(text);
-  EngineOptions options = options_for(rig, 2, near);
-  options.largest.pages = options.largest.audit = true;
-  options.digests = DigestKind::box;
+  EngineOptions options = paged_options(rig, 2, near, DigestKind::box);
+  options.largest.audit = true;
   if (windows) options.windows = {0, 150, 0};
   Engine in_place(options, rig.device);
   Engine engine(sharing(options, share), rig.device);
@@ -228,7 +227,7 @@ TEST_CASE("more rows than a launch has room for share their lists", "[engine]") 
   EngineOptions options{.shape = shape,
                         .kv_dtype = rig.kv_dtype,
                         .fetch_share = 0.5f,
-                        .policies = {},
+                        .policies = {parse_policy("none | near=0,sinks=4,recent=200")},
                         .largest = {.decode_rows = kRows},
                         .sequences = kRows,
                         .threads = 2,

@@ -16,6 +16,8 @@ using namespace std::chrono_literals;
 
 namespace {
 
+/// An engine that is for it has what histories propose ready before a layer begins.
+constexpr const char* kAhead = "history:observe_every=4 | int4 | top_k=20 | near=0,sinks=4,recent=20";
 constexpr const char* kPlain = "history | int4 | top_k=20 | near=0,sinks=4,recent=20";
 constexpr const char* kShare = "history | int4 | top_p=0.8 | near=0,sinks=4,recent=20";
 
@@ -23,7 +25,7 @@ constexpr const char* kShare = "history | int4 | top_p=0.8 | near=0,sinks=4,rece
 EngineOptions forecasting(const EngineRig& rig, std::uint32_t rows, std::uint32_t near, bool ahead) {
   EngineOptions options = options_for(rig, rows, near);
   options.largest.audit = true;
-  options.forecasts = ahead;
+  if (ahead) options.policies.push_back(parse_policy(kAhead));
   return options;
 }
 
@@ -95,7 +97,7 @@ TEST_CASE("a share of the mass is the CPU's choice where the bucket has no room 
   EngineOptions options = forecasting(rig, 1, 9, true);
   options.largest.unbounded = false;
   const Said got = say(rig, story, parse_policy(kShare), 180, options);
-  options.forecasts = false;
+  options.policies.pop_back();
   require_same(rig, got, say(rig, story, parse_policy(kShare), 180, options));
   REQUIRE(got.stats.estimated == 0);
 }
@@ -177,7 +179,7 @@ TEST_CASE("forwards that are planned ahead, taken back or late find their foreca
   options.threads = 3;
   const PolicySpec policy = parse_policy(kPlain);
   const Said want = say(rig, story, policy, 160, options);
-  options.forecasts = true;
+  options.policies.push_back(parse_policy(kAhead));
   std::atomic<std::uint32_t> parts{0};
   options.before_answer = [&] {
     if (parts.fetch_add(1) % 16 == 5) std::this_thread::sleep_for(2ms);
@@ -221,7 +223,7 @@ TEST_CASE("a forecast that does not come in time costs the forward, and nothing 
   options.answer_timeout = 300ms;  // Longer than a busy machine keeps a thread off its core.
   const PolicySpec policy = parse_policy(kPlain);
   const Said want = say(rig, story, policy, 160, options);
-  options.forecasts = true;
+  options.policies.push_back(parse_policy(kAhead));
   std::atomic<bool> stalls{false};
   options.before_answer = [&] {
     if (stalls.exchange(false)) pause_for(900ms);

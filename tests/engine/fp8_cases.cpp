@@ -70,7 +70,7 @@ TEST_CASE("an engine of fp8 attends what one does whose keys and values were rou
   const auto tell = [&](DType dtype, const Story& of) {
     EngineOptions options = options_of(rig, dtype, near, placement);
     options.largest = {.decode_rows = 2, .prefill_rows = kChunk, .prefills = 2, .unbounded = true};
-    make_room_for(policy, 256, options);
+    options.policies.push_back(policy);
     options.cpu_sequences = 4;
     Engine engine(options, rig.device);
     return told(engine, rig, of, policy);

@@ -78,8 +78,7 @@ TEST_CASE("tokens are the same whoever waits for the CPU", "[engine][handover]")
     options.placement = placement;
     options.fetch_share = share;
     options.handover = mode;
-    make_room_for(spec, 120, options);
-    if (options.cpu_sequences != 0) options.cpu_sequences = 2;
+    options.policies = {spec};
     Engine engine(options, rig.device);
     REQUIRE(engine.options().handover == mode);
     const auto got = tell(engine, rig, stories, spec);
@@ -106,8 +105,7 @@ TEST_CASE("an answer that is late costs one forward, whoever waits, and its othe
   EngineOptions options = options_for(rig, 2, 60, 0);
   options.handover = mode;
   if (chosen_here) options.placement = PlacementMode::stream;
-  make_room_for(spec, 120, options);
-  if (chosen_here) options.cpu_sequences = 2;
+  options.policies = {spec};
   constexpr auto kStall = 1500ms;
   std::atomic<bool> stalls{false};
   options.answer_timeout = 400ms;

@@ -152,8 +152,7 @@ EngineOptions options_of(const EngineRig& rig, std::uint32_t near) {
   EngineOptions options = options_for(rig, 4, near);
   options.import_rows = 100;
   options.largest.unbounded = options.largest.rehearsed = false;
-  options.cpu_sequences = options.cluster_sequences = 0;
-  return options;
+  return named(options, {kManyTokens});
 }
 
 /// Outputs of the tokens behind kTokens.
@@ -170,8 +169,7 @@ TEST_CASE("the mean key is the same however a sequence got its tokens", "[engine
   const EngineRig rig = engine_rig();
   const auto [near, bits] = GENERATE(table<std::uint32_t, std::uint32_t>({{0u, 4u}, {3u, 4u}, {0u, 3u}, {3u, 3u}}));
   const Story story = lifted(rig, 701, bits), other = lifted(rig, 702, bits);
-  EngineOptions options = options_of(rig, near);
-  options.code_bits = bits;
+  EngineOptions options = named(options_of(rig, near), {bits == 3 ? kManyTokensBy3 : kManyTokens});
   const char* const policy = bits == 3 ? kFewBits : kPolicy;
   Engine engine(options, rig.device);
   const World world{rig, engine, story, other, policy};

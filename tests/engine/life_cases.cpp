@@ -76,10 +76,10 @@ TEST_CASE("what an engine will reserve can be told before it is built", "[engine
   std::vector<EngineOptions> wanted(5, life_options(rig, 3, 40));
   wanted[1].near_bytes = 0;
   wanted[1].in_flight = 1;
-  make_room_for(parse_policy("quest"), 600, wanted[2]);
+  wanted[2].policies.push_back(parse_policy("quest"));
   wanted[3].placement = PlacementMode::stream;
   wanted[3].largest.audit = wanted[3].largest.trace = true;
-  make_room_for(parse_policy("lfps"), 600, wanted[3]);
+  wanted[3].policies.push_back(parse_policy("lfps"));
   wanted[4].largest.prefill_rows = 256;
   wanted[4].largest.prefills = 2;
   wanted[4].prefill.mode = PrefillMode::flexprefill;

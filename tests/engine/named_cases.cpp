@@ -63,8 +63,8 @@ TEST_CASE("an engine is for the default policy unless it is told otherwise", "[e
   Engine engine(bare(rig), rig.device);
   REQUIRE(engine.options().largest.top_k);
   REQUIRE_FALSE(engine.options().largest.unbounded);
-  REQUIRE(engine.options().cpu_sequences == 0);
-  REQUIRE(engine.options().cluster_sequences == 0);
+  REQUIRE(engine.sizes().cpu_sequences == 0);
+  REQUIRE(engine.sizes().cluster_sequences == 0);
   REQUIRE(engine.sizes().code_bits == 4);
   const Story story(kShape, 200, 78);
   Teller sampled{.story = &story, .id = engine.begin(parse_policy("sluice"))};
@@ -72,8 +72,9 @@ TEST_CASE("an engine is for the default policy unless it is told otherwise", "[e
   const std::vector<float> out = decode(engine, rig, sampled);
   REQUIRE(error_of(out, story, 190) < tolerance(rig));  // So few tokens are all drawn.
   require_refused([&] { (void)engine.begin(parse_policy("full")); }, Errc::unsupported, {"EngineOptions::policies"});
-  require_refused([&] { (void)engine.begin(parse_policy("lfps")); }, Errc::out_of_capacity,
+  require_refused([&] { (void)engine.begin(parse_policy("topk")); }, Errc::out_of_capacity,
                   {"EngineOptions::policies"});
+  require_refused([&] { (void)engine.begin(parse_policy("lfps")); }, Errc::unsupported, {"EngineOptions::policies"});
   require_refused([&] { (void)engine.begin(parse_policy("pages:quest,budget=96 | top_k=9 | near=0")); },
                   Errc::unsupported, {"EngineOptions::policies", "ranks pages"});
 }
@@ -89,8 +90,11 @@ TEST_CASE("room is made for what policies want of the longest sequence, and for 
   REQUIRE(resolved(made).largest == made.largest);  // It can be built once more of what it was.
   Engine engine(options, rig.device);
   REQUIRE(engine.options().largest == made.largest);
-  REQUIRE(engine.options().cpu_sequences == 3);
+  // The bounds stay as they were given, for engines of other policies that are made of these options.
+  REQUIRE(engine.options().cpu_sequences == kAllSequences);
+  REQUIRE(engine.options().cluster_sequences == kAllSequences);
   const EngineSizes& sizes = engine.sizes();
+  REQUIRE((sizes.cpu_sequences == 3 && sizes.cluster_sequences == 3));
   REQUIRE(sizes.digests == DigestKind::box);
   REQUIRE(sizes.max_clusters >= made.largest.max_tokens / 4);
   REQUIRE(sizes.max_clusters < 4096);
@@ -145,11 +149,9 @@ TEST_CASE("room is made for several policies in any order", "[engine][named]") {
   constexpr std::array kBoth{"exact | int4 | top_k=9 | near=0", kClustered};
   for (const auto& [first, second] : {std::pair(0, 1), std::pair(1, 0)}) {
     CAPTURE(first);
-    EngineOptions options = bare(rig);
-    make_room_for(parse_policy(kBoth[first]), 200, options);
-    make_room_for(parse_policy(kBoth[second]), 200, options);
-    REQUIRE(options.cluster_sequences == 1);
-    REQUIRE(options.largest.top_k);
+    const EngineOptions made = resolved(named(bare(rig), {kBoth[first], kBoth[second]}));
+    REQUIRE(made.cluster_sequences == made.sequences);
+    REQUIRE((made.largest.top_k && made.largest.unbounded));
   }
 }
 
@@ -157,5 +159,5 @@ TEST_CASE("a policy that wants more than an engine may have is named, and what h
   const EngineRig rig = engine_rig();
   EngineOptions options = named(bare(rig), {"exact | int4 | top_k=2% | near=0,recent=1048576"});
   require_refused([&] { (void)resolved(options); }, Errc::invalid_argument,
-                  {"EngineOptions::policies: `", "max_window", "lower largest.max_tokens"});
+                  {"EngineOptions::policies: `", "sinks and recent tokens", "lower largest.max_tokens"});
 }

@@ -1,6 +1,7 @@
 // Near rows as a cache of far ones, on every device.
 #include "sluice/step/forward.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/engine_named.hpp"
 #include "tests/support/engine_rig.hpp"
 
 using namespace sluice;
@@ -13,17 +14,13 @@ constexpr std::uint32_t kPlanes = kShape.layers * kShape.kv_heads;
 constexpr std::uint32_t kPrompt = 640;  // 40 pages.
 
 EngineOptions options_for(const EngineRig& rig, std::uint32_t near, std::uint32_t promotions) {
-  EngineOptions options{.shape = kShape,
-                        .kv_dtype = rig.kv_dtype,
-                        .policies = {},
-                        .largest = {.decode_rows = 1},
-                        .threads = 2,
-                        .pin_threads = false};
+  EngineOptions options{
+      .shape = kShape, .kv_dtype = rig.kv_dtype, .largest = {.decode_rows = 1}, .threads = 2, .pin_threads = false};
   options.host_bytes = 60 * block_bytes(options);
   options.near_bytes = near * near_block_bytes(options);
   options.import_rows = 160;
   options.promotions = promotions;
-  return options;
+  return named(options, {kManyTokens});
 }
 
 struct Told {

@@ -20,10 +20,6 @@ TEST_CASE("room is made for every policy, and only for what goes together", "[en
                             .kv_dtype = rig.kv_dtype,
                             .host_bytes = 8 * MiB,
                             .largest = {.top_k = false},
-                            .prompt_queries = 1,
-                            .max_picks = 1,
-                            .max_ranked = 1,
-                            .max_window = 1,
                             .threads = 1,
                             .pin_threads = false};
   for (const PolicyPreset& preset : policy_presets()) {
@@ -31,28 +27,24 @@ TEST_CASE("room is made for every policy, and only for what goes together", "[en
     policy.near.share = 0.f;
     CAPTURE(policy.name);
     EngineOptions options = least;
-    make_room_for(policy, 600, options);
+    options.policies = {policy};
     Engine engine(options, rig.device);
     const Story story(kShape, 600, 5);
     Teller teller{.story = &story, .id = engine.begin(policy)};
     import_story(engine, rig, teller, 597);
     while (teller.at < 600) (void)decode(engine, rig, teller);
-    // What is there stays.
+    // One that wants less changes nothing.
     EngineOptions both = options;
-    make_room_for(parse_policy("none | near=0"), 10, both);
-    REQUIRE(both.largest == options.largest);
-    REQUIRE(both.max_picks == options.max_picks);
-    REQUIRE(both.digests == options.digests);
-    REQUIRE(both.cpu_sequences == options.cpu_sequences);
+    both.policies.push_back(parse_policy("none | near=0,sinks=0,recent=1"));
+    const Engine other(both, rig.device);
+    REQUIRE(other.options().largest == engine.options().largest);
+    REQUIRE(other.sizes() == engine.sizes());
   }
-  EngineOptions options = least;
-  make_room_for(parse_policy(kQuest), 600, options);
-  const std::uint32_t ranked = options.max_ranked;
-  REQUIRE(code_of([&] { make_room_for(parse_policy("psa"), 6000, options); }) == Errc::unsupported);
-  REQUIRE(code_of([&] { make_room_for(parse_policy("history+pages | top_k=9 | near=3%"), 6000, options); }) ==
-          Errc::unsupported);
-  REQUIRE(options.max_ranked == ranked);
-  REQUIRE(options.digests == DigestKind::box);
+  REQUIRE(code_of([&] { (void)resolved(named(least, {kQuest, "psa"})); }) == Errc::unsupported);
+  REQUIRE(code_of([&] {
+            (void)resolved(named(least, {kQuest, "history+pages | top_k=9 | near=3%"}));
+          }) == Errc::unsupported);
+  REQUIRE(Engine(named(least, {kQuest}), rig.device).sizes().digests == DigestKind::box);
 }
 
 TEST_CASE("an engine says what it lacks to rank pages", "[engine]") {
@@ -63,18 +55,16 @@ TEST_CASE("an engine says what it lacks to rank pages", "[engine]") {
   };
   REQUIRE(refuses(options_for(rig, 1, 0), kQuest) == Errc::unsupported);
   REQUIRE(refuses(paged_options(rig, 1, 0, DigestKind::cuboid_mean), kQuest) == Errc::unsupported);
-  EngineOptions narrow = paged_options(rig, 1, 0, DigestKind::box);
-  narrow.max_window = 15;
-  REQUIRE(refuses(narrow, kQuest) == Errc::unsupported);
+  const EngineOptions narrow =
+      named(options_for(rig, 1, 0), {"pages:quest,budget=80 | top_k=all | near=0,sinks=0,recent=20"});
+  REQUIRE(refuses(narrow, "pages:quest,budget=80 | top_k=all | near=0,sinks=0,recent=21") == Errc::unsupported);
   REQUIRE(refuses(paged_options(rig, 1, 0, DigestKind::box), "pages:quest | top_k=all | near=5%") == Errc::unsupported);
   EngineOptions none = options_for(rig, 1, 0);
   none.largest.pages = true;
   REQUIRE(code_of([&] { Engine engine(none, rig.device); }) == Errc::invalid_argument);
-  none.digests = static_cast<DigestKind>(7);
-  REQUIRE(code_of([&] { Engine engine(none, rig.device); }) == Errc::invalid_argument);
 
   EngineOptions few = paged_options(rig, 1, 0, DigestKind::box);
-  few.max_ranked = 4;
+  few.policies = {parse_policy("pages:quest,pages=4 | top_k=all | near=0,sinks=0,recent=16")};
   Engine engine(few, rig.device);
   const Story story(kShape, 200, 3);
   Teller teller{.story = &story, .id = engine.begin(parse_policy(kQuest))};
@@ -84,8 +74,6 @@ TEST_CASE("an engine says what it lacks to rank pages", "[engine]") {
   EngineOptions bounded = few;
   bounded.shape = {.layers = 1, .q_heads = 1, .kv_heads = 1, .head_dim = 64};
   bounded.largest.unbounded = false;
-  bounded.max_picks = 1;
-  bounded.max_window = 16;
   Engine small(bounded, rig.device);
   const Story other(bounded.shape, 200, 4);
   Teller whole{.story = &other,

@@ -138,7 +138,7 @@ TEST_CASE("sequences of every element type go on in an engine with other memory 
   options.page_tokens = pages;
   options.host_bytes = 500 * 8 / pages * block_bytes(options);
   options.near_bytes = near * near_block_bytes(options);
-  options.prompt_queries = 40;
+  options.policies.push_back(parse_policy("snapkv:budget=90,window=40"));
   options.prefill_window = 64;
   Engine second(options, rig.device), third(options, rig.device);
   for (const char* const text : {kExact, "lfps", kFull}) {

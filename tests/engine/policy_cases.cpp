@@ -123,9 +123,9 @@ TEST_CASE("rehearsed queries that are missing are asked for, and those that nobo
     REQUIRE(refusal.code == Errc::unsupported);
     REQUIRE(refusal.text.find("EngineOptions::policies") != std::string::npos);
   }
-  make_room_for(policy, 130, options);
-  REQUIRE(options.largest.rehearsed);
+  options.policies.push_back(policy);
   Engine engine(options, rig.device);
+  REQUIRE(engine.options().largest.rehearsed);
   Teller teller{.story = &story, .id = engine.begin(policy)};
   prefill(engine, rig, teller, 128);
   ForwardTensors tensors(*rig.device, kShape, 1);

@@ -17,10 +17,7 @@ constexpr std::uint32_t kPrompt = 230;
 constexpr std::uint32_t kDecoded = 12;
 
 EngineOptions options_with(const EngineRig& rig, const PolicySpec& policy, std::uint32_t near) {
-  EngineOptions options = options_for(rig, 1, near);
-  options.largest.pages = policy.uses(Source::pages);
-  if (options.largest.pages) options.digests = policy.pages.digest;
-  return options;
+  return policy.uses(Source::pages) ? paged_options(rig, 1, near, policy.pages.digest) : options_for(rig, 1, near);
 }
 
 /// The prompt's rest, then tokens: what each attends.

@@ -24,7 +24,7 @@ EngineOptions history_options(const EngineRig& rig, std::uint32_t blocks, std::u
       .shape = kTiny,
       .page_tokens = kPage,
       .kv_dtype = rig.kv_dtype,
-      .policies = {},
+      .policies = {parse_policy(kFull)},
       .largest = {.decode_rows = 3, .prefill_rows = 40, .prefills = 3, .max_tokens = kLength, .unbounded = true},
       .threads = 2,
       .pin_threads = false};

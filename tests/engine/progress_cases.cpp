@@ -118,18 +118,17 @@ TEST_CASE("an engine without room for every page says so and changes nothing", "
     REQUIRE(refusal.code == Errc::unsupported);
     REQUIRE(refusal.text.find("EngineOptions::policies") != std::string::npos);
   }
-  options = paged_options(rig, 1, 0, DigestKind::cuboid_mean);
-  options.max_ranked = 99;  // Of 100.
+  options = named(options, {"pages:cuboid_mean,pages=99 | top_k=all | near=0,sinks=4,recent=508"});  // Of 100.
   {
     Engine engine(options, rig.device);
     Teller teller{.story = &story, .id = engine.begin(policy)};
     prefill(engine, rig, teller, 150);
     const Refusal refusal = refusal_of([&] { (void)decode(engine, rig, teller); });
     REQUIRE(refusal.code == Errc::out_of_capacity);
-    REQUIRE(refusal.text.find("max_ranked") != std::string::npos);
+    REQUIRE(refusal.text.find("every page of the 100") != std::string::npos);
     REQUIRE(engine.tokens(teller.id) == 150);
   }
-  make_room_for(policy, 150, options);
+  options.policies.push_back(policy);
   Engine engine(options, rig.device);
   Teller teller{.story = &story, .id = engine.begin(policy)};
   prefill(engine, rig, teller, 150);

@@ -4,6 +4,7 @@
 
 #include "sluice/step/forward.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/engine_named.hpp"
 #include "tests/support/engine_rig.hpp"
 #include "tests/support/forwarding.hpp"
 #include "tests/support/sanitized.hpp"
@@ -19,16 +20,12 @@ constexpr std::uint32_t kPrompt = 300;
 constexpr const char* kPolicy = "exact | int4 | top_k=6 | near=0,sinks=4,recent=16";
 
 EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::uint32_t near) {
-  EngineOptions options{.shape = kShape,
-                        .kv_dtype = rig.kv_dtype,
-                        .policies = {},
-                        .largest = {.decode_rows = rows},
-                        .threads = 2,
-                        .pin_threads = false};
+  EngineOptions options{
+      .shape = kShape, .kv_dtype = rig.kv_dtype, .largest = {.decode_rows = rows}, .threads = 2, .pin_threads = false};
   options.host_bytes = 120 * block_bytes(options);
   options.near_bytes = near * near_block_bytes(options);
   options.import_rows = kPrompt;
-  return options;
+  return named(options, {kManyTokens});
 }
 
 std::vector<Story> stories_of(std::uint32_t tokens) {

@@ -36,7 +36,7 @@ TEST_CASE("a batch of rows with scores and of others attends what each does alon
   const auto options = [&](std::uint32_t blocks) {
     EngineOptions all = scores::options_for(rig, kShape, mates.size(), blocks);
     all.largest.unbounded = true;
-    all.code_bits = 4;
+    all.policies.push_back(parse_policy(kManyTokens));
     return all;
   };
   std::vector<Story> stories;
@@ -189,7 +189,7 @@ TEST_CASE("engines say what they need for scores, and keep no copies of keys whe
   const EngineRig rig = engine_rig();
   const PolicySpec policy = parse_policy(kPolicy.text());
   const PolicySpec copies = parse_policy("exact | int4 | top_k=15 | near=0");
-  EngineOptions options = scores::options_for(rig, kShape, 1, 2);
+  EngineOptions options = named(scores::options_for(rig, kShape, 1, 2), {kManyTokens});
   options.largest.scores = false;
   {
     Engine engine(options, rig.device);
@@ -198,12 +198,12 @@ TEST_CASE("engines say what they need for scores, and keep no copies of keys whe
     REQUIRE(refusal.code == Errc::unsupported);
     REQUIRE(refusal.text.find("EngineOptions::policies") != std::string::npos);
   }
-  make_room_for(policy, 200, options);
-  REQUIRE(options.largest.scores);
+  options.policies = {policy};
   {
     Engine engine(options, rig.device);
+    REQUIRE(engine.options().largest.scores);
     REQUIRE(engine.memory().codes == 0);
-    REQUIRE(engine.options().code_bits == 0);
+    REQUIRE(engine.sizes().code_bits == 0);
     const Refusal refusal = refusal_of([&] { (void)engine.begin(copies); });
     REQUIRE(refusal.code == Errc::unsupported);
     REQUIRE(refusal.text.find("EngineOptions::policies") != std::string::npos);
@@ -214,7 +214,7 @@ TEST_CASE("engines say what they need for scores, and keep no copies of keys whe
     REQUIRE(unplanned.code == Errc::invalid_argument);
     REQUIRE(unplanned.text.find("Bucket::scores") != std::string::npos);
   }
-  make_room_for(copies, 200, options);
+  options.policies.push_back(copies);
   Engine engine(options, rig.device);
   REQUIRE(engine.memory().codes != 0);
   (void)engine.begin(policy);

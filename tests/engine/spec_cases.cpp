@@ -41,12 +41,10 @@ constexpr std::array kSpecNumbers{0, 1, 2, 3, 4};
 static_assert(kSpecNumbers.size() == std::size(kSpecs));
 
 EngineOptions spec_options(const EngineRig& rig, const Spec& spec, std::uint32_t rows, std::uint32_t near) {
-  EngineOptions options = options_for(rig, rows, near);
+  EngineOptions options = paged_options(rig, rows, near, DigestKind::box);
   options.scale = spec.scale;
   options.softcap = spec.softcap;
   options.windows = spec.windows;
-  options.digests = DigestKind::box;
-  options.largest.pages = true;
   return options;
 }
 
@@ -175,16 +173,16 @@ TEST_CASE("windows have room in an engine whose policies choose little", "[engin
   const EngineRig rig = engine_rig();
   const Spec spec{.windows = {200, 0, 90}};
   const Story story = story_of(rig, spec, 310, 94);
-  EngineOptions options{.shape = kShape, .kv_dtype = rig.kv_dtype, .policies = {}, .threads = 2, .pin_threads = false};
+  const PolicySpec policy = parse_policy("exact | int4 | top_k=2 | near=0,sinks=4,recent=8");
+  EngineOptions options{
+      .shape = kShape, .kv_dtype = rig.kv_dtype, .policies = {policy}, .threads = 2, .pin_threads = false};
   options.host_bytes = 40 * block_bytes(options);
   options.windows = spec.windows;
-  options.max_picks = 2;
-  options.max_window = 12;
   const EngineMemoryUse needed = memory_needed(options, rig.device.get());
   Engine engine(options, rig.device);
   REQUIRE(engine.memory().pinned == needed.pinned);
   REQUIRE(engine.memory().buffers == needed.buffers);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=2 | near=0,sinks=4,recent=8"))};
+  Teller teller{.story = &story, .id = engine.begin(policy)};
   import_story(engine, rig, teller, 300);
   ForwardTensors tensors(*rig.device, kShape, 1);
   while (teller.at < story.tokens()) {
@@ -210,9 +208,8 @@ TEST_CASE("policies of the CPU choose by the model's scores, and not in layers w
   const Story story = story_of(rig, spec, 330, 95);
   const PolicySpec policy = parse_policy(text);
   EngineOptions options = spec_options(rig, spec, 2, near);
-  options.digests.reset();  // Of the policy's kind, if it ranks pages.
   options.largest.pages = false;
-  make_room_for(policy, story.tokens(), options);
+  options.policies = {policy};
   Reference reference(rig, story, spec.shape(), policy);
   reference.see(spec.windows);
   Engine engine(options, rig.device);

@@ -59,8 +59,7 @@ TEST_CASE("lists of thousands of rows come over the link whole", "[engine]") {
   EngineOptions options{.shape = shape,
                         .kv_dtype = rig.kv_dtype,
                         .placement = PlacementMode::stream,
-                        .policies = {},
-                        .largest = {.unbounded = true},
+                        .policies = {parse_policy("full | near=0")},
                         .threads = 1,
                         .pin_threads = false};
   options.host_bytes = 320 * block_bytes(options);
@@ -95,9 +94,8 @@ TEST_CASE("what the CPU chooses the device fetches, and it is what the CPU atten
   story.lean_on_sinks();
   if (rig.kv_dtype != DType::f32) story.round_queries();
   const PolicySpec policy = parse_policy(text);
-  EngineOptions options = options_for(rig, 2, near);
-  options.largest.pages = options.largest.audit = true;
-  options.digests = DigestKind::box;
+  EngineOptions options = paged_options(rig, 2, near, DigestKind::box);
+  options.largest.audit = true;
   Engine in_place(options, rig.device);
   Engine engine(streaming(options), rig.device);
   Teller want{.story = &story, .id = in_place.begin(policy)};
@@ -141,10 +139,11 @@ TEST_CASE("more rows than a launch has room for attend what each does alone", "[
   constexpr std::uint32_t kRows = 140;
   const PlacementMode placement = GENERATE(PlacementMode::hybrid, PlacementMode::stream);
   CAPTURE(to_string(placement));
+  const PolicySpec policy = parse_policy("exact | int4 | top_k=9 | near=0,sinks=3,recent=5");
   EngineOptions options{.shape = shape,
                         .kv_dtype = rig.kv_dtype,
                         .placement = placement,
-                        .policies = {},
+                        .policies = {policy},
                         .largest = {.decode_rows = kRows},
                         .sequences = kRows,
                         .threads = 2,
@@ -153,7 +152,6 @@ TEST_CASE("more rows than a launch has room for attend what each does alone", "[
   options.near_bytes = 12 * near_block_bytes(options);
   Engine engine(options, rig.device);
   const Story story(shape, 45, 61);
-  const PolicySpec policy = parse_policy("exact | int4 | top_k=9 | near=0,sinks=3,recent=5");
   std::vector<Teller> tellers{{.story = &story, .id = engine.begin(policy)}};
   import_story(engine, rig, tellers[0], 40);
   std::vector<Teller*> rows;

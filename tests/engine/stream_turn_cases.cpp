@@ -58,7 +58,7 @@ EngineOptions options_for(const EngineRig& rig) {
   EngineOptions options{.shape = kShape,
                         .kv_dtype = rig.kv_dtype,
                         .placement = PlacementMode::stream,
-                        .policies = {},
+                        .policies = {parse_policy("lfps"), parse_policy("lsh | sampled | near=0,sinks=2,recent=4")},
                         .largest = {.unbounded = true},
                         .cpu_sequences = 1,
                         .threads = 1,

@@ -14,9 +14,7 @@ namespace {
 constexpr const char* kThreeBits = "exact | int3 | sample=12 | near=0,sinks=4,recent=20";
 
 EngineOptions three_bits(const EngineRig& rig, std::uint32_t rows, std::uint32_t near) {
-  EngineOptions options = options_for(rig, rows, near);
-  options.code_bits = 3;
-  return options;
+  return named(options_for(rig, rows, near), {kManyTokensBy3, kOnCpu});
 }
 
 Story coded_story(const EngineRig& rig, std::uint32_t tokens, std::uint64_t seed) {
@@ -112,17 +110,11 @@ TEST_CASE("an engine has copies of one width, and takes policies that name it or
   EngineOptions options = options_for(rig, 1, 0);
   const std::uint64_t wide = memory_needed(options, rig.device.get()).codes;
   Engine usual(options, rig.device);
-  REQUIRE(usual.options().code_bits == 4);
+  REQUIRE(usual.sizes().code_bits == 4);
   REQUIRE(refusal_of([&] { (void)usual.begin(three); }).text.find("EngineOptions::policies") != std::string::npos);
-  make_room_for(none, 100, options);
-  REQUIRE(options.code_bits == 0);
-  make_room_for(three, 100, options);
-  REQUIRE(options.code_bits == 3);
-  make_room_for(none, 100, options);
-  REQUIRE(code_of([&] { make_room_for(four, 100, options); }) == Errc::unsupported);
-  REQUIRE(options.code_bits == 3);
+  options.policies = {none, three, none};
   Engine few(options, rig.device);
-  REQUIRE(few.options().code_bits == 3);
+  REQUIRE(few.sizes().code_bits == 3);
   REQUIRE(code_of([&] { (void)few.begin(four); }) == Errc::unsupported);
   (void)few.begin(none);
   (void)few.begin(three);
@@ -130,9 +122,6 @@ TEST_CASE("an engine has copies of one width, and takes policies that name it or
   const EngineMemoryUse use = few.memory();
   REQUIRE(use.codes == memory_needed(options, rig.device.get()).codes);
   REQUIRE(use.codes * (kShape.head_dim / 2 + 4) == wide * (kShape.head_dim * 3 / 8 + 4));
-  EngineOptions both = options_for(rig, 1, 0);
-  make_room_for(four, 100, both);
-  REQUIRE(code_of([&] { make_room_for(three, 100, both); }) == Errc::unsupported);
-  both.code_bits = 5;
-  REQUIRE(code_of([&] { Engine(both, rig.device); }) == Errc::invalid_argument);
+  options.policies = {none, three, four};
+  REQUIRE(code_of([&] { Engine(options, rig.device); }) == Errc::unsupported);
 }

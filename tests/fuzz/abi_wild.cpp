@@ -90,7 +90,10 @@ void World::wild_options(Bytes& bytes) {
   (void)call(sluice_engine_options_near_within(&options, bytes.odd(), &near));
   sluice_engine_options room = options;
   const std::string policy(bytes.text(bytes.below(24)));
-  (void)call(sluice_engine_options_make_room_for(&room, policy.c_str(), static_cast<std::uint32_t>(bytes.odd())));
+  const char* const named[] = {policy.c_str()};
+  room.policies = named;
+  room.policy_count = 1;
+  (void)call(sluice_engine_options_resolve(&room));
   const std::uint64_t takes =
       memory.far_pages + memory.pinned + memory.near_pages + memory.codes + memory.digests + memory.buffers;
   if (!sound || takes > 8u << 20 || options.threads > 4 || options.core_count != 0) return;

@@ -1,6 +1,7 @@
 #include "tests/fuzz/abi_world.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <iterator>
@@ -70,7 +71,12 @@ sluice_engine_options options_of(World::Kind kind) {
   options.near_bytes = 32u << 10;
   options.largest_decode_rows = kRows, options.largest_prefill_rows = kPromptRows, options.largest_prefills = 2;
   options.largest_features = SLUICE_BUCKET_TOP_K | SLUICE_BUCKET_UNBOUNDED | SLUICE_BUCKET_PAGES | SLUICE_BUCKET_AUDIT;
-  options.digests = SLUICE_DIGESTS_BOX;
+  static constexpr auto kNames = [] {
+    std::array<const char*, std::size(kPolicies)> names{};
+    std::ranges::transform(kPolicies, names.begin(), &Policy::text);
+    return names;
+  }();
+  options.policies = kNames.data(), options.policy_count = kNames.size();
   options.sequences = options.cpu_sequences = kRows;
   options.import_rows = kPromptRows;
   options.threads = 1, options.pin_threads = 0;

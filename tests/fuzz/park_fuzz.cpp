@@ -23,7 +23,7 @@ Engine& engine() {
                           .page_tokens = 8,
                           .kv_dtype = DType::f32,
                           .host_bytes = 64 * KiB,
-                          .policies = {},
+                          .policies = {parse_policy("full"), parse_policy("lfps")},
                           .largest = {.decode_rows = 1, .unbounded = true},
                           .sequences = 2,
                           .cpu_sequences = 2,

@@ -56,16 +56,14 @@ std::unique_ptr<Engine> engine_of(const std::vector<std::uint32_t>& windows, DTy
                         .kv_dtype = dtype,
                         .host_bytes = 128 * KiB,
                         .near_bytes = 16 * KiB,
-                        .policies = {},
+                        .policies = {parse_policy("sluice"), parse_policy("labels:channels=8 | top_k=all | near=0"),
+                                     parse_policy("quest")},
                         .largest = {.decode_rows = 1, .top_k = true, .unbounded = true},
                         .sequences = 2,
                         .cpu_sequences = 2,
-                        .prompt_queries = 8,
-                        .digests = DigestKind::box,
                         .prefix_bytes = 0,
                         .threads = 1,
                         .pin_threads = false};
-  options.largest.pages = true;
   auto built = std::make_unique<Engine>(options);
   const std::int32_t id = 1;
   built->end(built->begin(parse_policy("full:near=0"), std::span(&id, 1)));  // What names take is there.

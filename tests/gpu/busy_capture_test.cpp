@@ -33,7 +33,7 @@ class BusyDecoding {
     options.in_flight = kAhead;
     options.threads = 3;
     options.answer_timeout = std::chrono::seconds(10);
-    for (const std::string& policy : policies) make_room_for(parse_policy(policy), 1000, options);
+    for (const std::string& policy : policies) options.policies.push_back(parse_policy(policy));
     options.before_answer = [pause = pause_us_] { std::this_thread::sleep_for(std::chrono::microseconds(*pause)); };
     engine_ = std::make_unique<Engine>(options, rig.device);
     for (std::uint32_t i = 0; i < 2; ++i) {
@@ -141,11 +141,12 @@ TEST_CASE("a plan on a captured stream is refused, and leaves the capture as it 
   const EngineRig rig = engine_rig();
   const AttentionShape shape{.layers = 2, .q_heads = 4, .kv_heads = 2, .head_dim = 64};
   const Story story(shape, 70, 311);
-  EngineOptions options{.shape = shape, .kv_dtype = rig.kv_dtype, .policies = {}};
+  const PolicySpec policy = parse_policy("exact | int4 | top_k=9 | near=0,sinks=4,recent=16");
+  EngineOptions options{.shape = shape, .kv_dtype = rig.kv_dtype, .policies = {policy}};
   options.host_bytes = 8 * block_bytes(options);
   options.near_bytes = 2 * near_block_bytes(options);
   Engine engine(options, rig.device);
-  Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | int4 | top_k=9 | near=0,sinks=4,recent=16"))};
+  Teller teller{.story = &story, .id = engine.begin(policy)};
   import_story(engine, rig, teller, 60);
   ForwardTensors tensors(*rig.device, shape, 1);
   (void)run_forward(engine, rig, tensors, {&teller});

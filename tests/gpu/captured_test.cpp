@@ -34,12 +34,10 @@ std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, con
   EngineOptions options = graph_options(shape, rows, near_blocks);
   options.placement = placement;
   options.fetch_share = fetch_share;
-  make_room_for(spec, 1500, options);
-  const bool chooses_here = options.cpu_sequences != 0;
-  if (chooses_here) options.cpu_sequences = rows;
-  const bool clusters = options.cluster_sequences != 0;
-  if (clusters) options.cluster_sequences = rows;
+  options.policies = {spec};
   Engine engine(options, rig.device);
+  const bool chooses_here = engine.sizes().cpu_sequences != 0;
+  const bool clusters = engine.sizes().cluster_sequences != 0;
   ForwardTensors tensors(*rig.device, shape, rows);
   // Before anything was planned: what is captured depends on the bucket alone.
   std::unique_ptr<Graph> graph;
@@ -129,7 +127,7 @@ TEST_CASE("what a head chooses is foreseen by the step before, however much is a
   Story story(shape, 1100 + kWarmUp + kSteps, 77);
   story.lean_along(5, alike);
   EngineOptions options = graph_options(shape, 1, 8);
-  make_room_for(spec, story.tokens(), options);
+  options.policies = {spec};
   Engine engine(options, rig.device);
   ForwardTensors tensors(*rig.device, shape, 1);
   Teller teller{.story = &story, .id = engine.begin(spec)};

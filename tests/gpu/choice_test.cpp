@@ -23,7 +23,7 @@ PolicySpec spec_of(std::uint32_t picks) {
 /// Room for all tokens far and near, and for `picks` of them to be chosen.
 EngineOptions options_for(const AttentionShape& shape, const EngineRig& rig, std::uint32_t picks) {
   EngineOptions options{
-      .shape = shape, .kv_dtype = rig.kv_dtype, .policies = {}, .max_picks = picks, .threads = 2, .pin_threads = false};
+      .shape = shape, .kv_dtype = rig.kv_dtype, .policies = {spec_of(picks)}, .threads = 2, .pin_threads = false};
   options.host_bytes = (kTokens / 16 + 10) * block_bytes(options);
   options.near_bytes = (kTokens / 16 + 10) * near_block_bytes(options);
   options.import_rows = 5000;
@@ -100,6 +100,7 @@ Steps steps_of(const std::string& sample) {
   const Story story(shape, kTokens + kSteps, 83);
   const PolicySpec spec = parse_policy("exact | int4 | " + sample + " | near=0,sinks=3,recent=11");
   EngineOptions options = options_for(shape, rig, 20'001);
+  options.policies = {spec};
   Engine engine(options, rig.device);
   Teller teller{.story = &story, .id = engine.begin(spec)};
   import_story(engine, rig, teller, kTokens);

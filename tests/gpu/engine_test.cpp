@@ -198,19 +198,18 @@ TEST_CASE("graphs of several buckets leave each other alone, replayed with and w
   const bool unbounded = GENERATE(false, true);
   CAPTURE(unbounded);
   constexpr std::uint32_t kRows = 8;
-  EngineOptions options{.shape = shape, .policies = {}};
-  options.largest = {
-      .decode_rows = kRows, .prefill_rows = 40, .prefills = 2, .max_tokens = 10'240, .unbounded = unbounded};
-  options.host_bytes = 1500 * block_bytes(options);
-  options.near_bytes = 900 * near_block_bytes(options);
-  options.max_picks = 9000;
-  options.import_rows = 2000;
-  options.threads = 4;
-  Engine engine(options, rig.device);
   // Rows long enough that a job of one row has many slices, and of many rows few; with top-p, that it has other
   // kernels.
   const std::string policy = unbounded ? "exact | int4 | top_p=0.9 | near=0,sinks=4,recent=24"
                                        : "exact | int4 | top_k=1500 | near=0,sinks=4,recent=24";
+  EngineOptions options{.shape = shape, .policies = {parse_policy(policy)}};
+  options.largest = {
+      .decode_rows = kRows, .prefill_rows = 40, .prefills = 2, .max_tokens = 10'240, .unbounded = unbounded};
+  options.host_bytes = 1500 * block_bytes(options);
+  options.near_bytes = 900 * near_block_bytes(options);
+  options.import_rows = 2000;
+  options.threads = 4;
+  Engine engine(options, rig.device);
   std::vector<Story> stories;
   std::vector<Teller> tellers;
   for (std::uint32_t i = 0; i < kRows; ++i) stories.emplace_back(shape, i == 0 ? 9060 : 1560, 800 + i);

@@ -8,18 +8,19 @@
 
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
+#include "tests/support/engine_named.hpp"
 #include "tests/support/engine_rig.hpp"
 
 namespace sluice::test {
 
 /// Of engines whose forwards are captured: short sequences, `near_blocks` of whose blocks may be near.
 inline EngineOptions graph_options(const AttentionShape& shape, std::uint32_t rows, std::uint32_t near_blocks) {
-  EngineOptions options{.shape = shape, .policies = {}, .largest = {.decode_rows = rows}, .threads = 4};
+  EngineOptions options = named({.shape = shape, .largest = {.decode_rows = rows}, .threads = 4},
+                                {"exact | int4 | top_k=256 | near=0,sinks=4,recent=508"});
   const std::uint64_t block = PageLayout{.head_dim = shape.head_dim}.page_bytes() * shape.layers * shape.kv_heads;
   options.host_bytes = 80 * rows * block;
   options.sequences = std::max(options.sequences, rows);
   options.near_bytes = near_blocks * block;
-  options.max_picks = 256;
   return options;
 }
 

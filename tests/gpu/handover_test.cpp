@@ -23,7 +23,7 @@ EngineOptions options_by(const EngineRig& rig, Handover handover, const PolicySp
   EngineOptions options = options_for(rig, 1, 40, 6);
   options.handover = handover;
   options.placement = placement;
-  make_room_for(spec, 200, options);
+  options.policies = {spec};
   return options;
 }
 

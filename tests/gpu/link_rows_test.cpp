@@ -6,6 +6,7 @@
 
 #include "tests/gpu/link_rows.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/engine_named.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -40,8 +41,8 @@ TEST_CASE("far rows of a long sequence are few where no thread block finds too m
   constexpr AttentionShape kAlone{.layers = 2, .q_heads = 2, .kv_heads = 2, .head_dim = 128};
   constexpr std::uint32_t kTokens = 9'000, kSteps = 70, kRecent = 40;
   const bool clusters = most_of(256, kAlone.kv_heads) != 0;
-  EngineOptions options{
-      .shape = kAlone, .kv_dtype = rig.kv_dtype, .policies = {}, .max_picks = 64, .threads = 2, .pin_threads = false};
+  EngineOptions options = named({.shape = kAlone, .kv_dtype = rig.kv_dtype, .threads = 2, .pin_threads = false},
+                                {"exact | int4 | top_k=64 | near=0,sinks=4,recent=508"});
   options.host_bytes = 640 * block_bytes(options);
   options.import_rows = 3000;
   Engine engine(options, rig.device);
@@ -158,7 +159,7 @@ TEST_CASE("a captured forward whose few far rows cross the link is the forward, 
   const EngineRig rig = rig_of(link_rows);
   const Story story(kShape, 360, 91);
   EngineOptions options = options_for(rig, 1, 40, near);
-  make_room_for(parse_policy(text), story.tokens(), options);
+  options.policies.push_back(parse_policy(text));
   const auto told = [&](bool graphs) {
     Engine engine(options, rig.device);
     ForwardTensors tensors(*rig.device, kShape, 1);

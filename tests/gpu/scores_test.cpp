@@ -27,7 +27,7 @@ std::vector<float> decoded(const EngineRig& rig, const AttentionShape& shape, co
                            bool graphs) {
   const auto rows = static_cast<std::uint32_t>(stories.size());
   EngineOptions options = graph_options(shape, rows, near);
-  for (const std::string& policy : policies) make_room_for(parse_policy(policy), 1500, options);
+  for (const std::string& policy : policies) options.policies.push_back(parse_policy(policy));
   Engine engine(options, rig.device);
   ForwardTensors tensors(*rig.device, shape, rows);
   Brought brought(*rig.device, shape.layers, rows, shape.kv_heads, engine.options().largest.max_tokens);

@@ -55,16 +55,17 @@ int engine_new(const engine_sizes* sizes, const char* policies, std::uint32_t to
   return guarded([&] {
     const AttentionShape shape{
         .layers = sizes->layers, .q_heads = sizes->q_heads, .kv_heads = sizes->kv_heads, .head_dim = sizes->head_dim};
-    EngineOptions options{.shape = shape, .policies = {}, .largest = {.decode_rows = sizes->rows}};
+    EngineOptions options{.shape = shape, .largest = {.decode_rows = sizes->rows}};
     const std::uint64_t block = PageLayout{.head_dim = shape.head_dim}.page_bytes() * shape.layers * shape.kv_heads;
     options.host_bytes = sizes->blocks * block;
     options.near_bytes = sizes->near_blocks * block;
-    options.max_picks = sizes->max_picks;
+    options.policies = {
+        parse_policy("exact | int4 | top_k=" + std::to_string(sizes->max_picks) + " | near=0,sinks=4,recent=508")};
     options.in_flight = sizes->in_flight;
     options.threads = sizes->threads;
     options.answer_timeout = std::chrono::seconds(10);
     std::istringstream lines(policies);
-    for (std::string line; std::getline(lines, line);) make_room_for(parse_policy(line), tokens, options);
+    for (std::string line; std::getline(lines, line);) options.policies.push_back(parse_policy(line));
     auto paced = std::make_unique<paced_engine>();
     options.before_answer = [pause_us = paced->pause_us] {
       const std::uint32_t pause = pause_us->load();

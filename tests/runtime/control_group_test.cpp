@@ -175,7 +175,8 @@ std::string decode(std::uint64_t cpus) {
   EngineRig rig{.device = std::make_shared<cpu::HostDevice>(workers), .queue = nullptr};
   rig.queue = rig.device->create_stream("caller");
   rig.stream = rig.queue.get();
-  EngineOptions options{.shape = kShape, .kv_dtype = DType::f32, .policies = {}, .largest = {.decode_rows = 1}};
+  const PolicySpec policy = parse_policy("exact | int4 | top_k=all | near=0,sinks=2,recent=6");
+  EngineOptions options{.shape = kShape, .kv_dtype = DType::f32, .policies = {policy}, .largest = {.decode_rows = 1}};
   options.host_bytes = 20 * block_bytes(options);
   const std::uint64_t before = threads_of_process();
   Engine engine(options, rig.device);
@@ -185,8 +186,7 @@ std::string decode(std::uint64_t cpus) {
   if (std::string wrong = require_rest("before the first plan"); !wrong.empty()) return wrong;
 
   const Story story(kShape, 140, 3);
-  Teller teller{.story = &story,
-                .id = engine.begin(parse_policy("exact | int4 | top_k=all | near=0,sinks=2,recent=6"))};
+  Teller teller{.story = &story, .id = engine.begin(policy)};
   import_story(engine, rig, teller, 120, 100);
   ForwardTensors tensors(*rig.device, kShape, 1);
   while (teller.at < story.tokens()) {

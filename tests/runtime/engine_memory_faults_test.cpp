@@ -6,6 +6,7 @@
 #include "sluice/engine.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/engine_named.hpp"
 #include "tests/support/failing_new.hpp"
 #include "tests/support/reference.hpp"
 #include "tests/support/sanitized.hpp"
@@ -27,14 +28,13 @@ EngineOptions options() {
                         .kv_dtype = DType::f32,
                         .host_bytes = 1 * MiB,
                         .near_bytes = 64 * KiB,
-                        .policies = {},
                         .largest = {.decode_rows = 1, .prefill_rows = kPrompt, .prefills = 1, .unbounded = true},
                         .sequences = 3,
                         .cpu_sequences = 1,
                         .threads = 2,
                         .pin_threads = false};
   options.prefill_window = 64;
-  return options;
+  return named(options, {kManyTokens, kOnCpu});
 }
 
 /// How many allocations of a long list are passed over: the more the later, as those of decoding are much alike.

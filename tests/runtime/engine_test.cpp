@@ -45,7 +45,7 @@ constexpr AttentionShape kShape{.layers = 2, .q_heads = 4, .kv_heads = 2, .head_
 EngineOptions small_options(std::uint32_t near_blocks) {
   EngineOptions options{.shape = kShape,
                         .kv_dtype = DType::f32,
-                        .policies = {},
+                        .policies = {parse_policy("exact | int4 | top_k=9 | near=0,sinks=2,recent=5")},
                         .largest = {.decode_rows = 2},
                         .threads = 3,
                         .pin_threads = false};

@@ -82,6 +82,7 @@ TEST_CASE("a thread that does not come back from a look at a prompt costs a plan
   EngineOptions options = impatient(rig, gate);
   options.threads = 3;
   options.largest.unbounded = true;
+  options.policies.push_back(parse_policy(kOnCpu));
   options.cpu_sequences = 1;
   auto engine = std::make_unique<Engine>(options, rig.device);
   Teller stuck{.story = &story, .id = engine->begin(parse_policy("exact | top_k=10 | near=0,sinks=2,recent=6"))};
@@ -115,6 +116,7 @@ TEST_CASE("a fork that shares the page in which a sequence goes on leaves it not
   EngineOptions options = options_for(rig, 2, 60, 0);
   options.threads = 1;
   options.largest.unbounded = true;
+  options.policies.push_back(parse_policy(kOnCpu));
   options.cpu_sequences = 3;
   options.answer_timeout = options.timeout = 60s;
   options.before_answer = [gate, learnable] {
@@ -168,6 +170,7 @@ TEST_CASE("far rows of a list are attended while a policy still chooses for anot
   EngineOptions options = options_for(rig, 2, 60, 0);
   options.answer_timeout = 60s;
   options.largest.unbounded = true;
+  options.policies.push_back(parse_policy(kOnCpu));
   options.cpu_sequences = 1;
   options.before_answer = [&] {
     if (!armed || pieces.fetch_add(1) != 0) return;

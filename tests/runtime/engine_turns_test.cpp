@@ -29,7 +29,7 @@ EngineOptions options_for(const EngineRig& rig, std::uint32_t blocks) {
                         .kv_dtype = rig.kv_dtype,
                         .policies = {},
                         .largest = {.decode_rows = 4, .prefill_rows = 30, .prefills = 3}};
-  for (const char* policy : kPolicies) make_room_for(parse_policy(policy), kTokens, options);
+  for (const char* policy : kPolicies) options.policies.push_back(parse_policy(policy));
   options.host_bytes = blocks * block_bytes(options);
   options.near_bytes = 3 * near_block_bytes(options);
   options.sequences = 5;

@@ -21,6 +21,8 @@ using namespace std::chrono_literals;
 
 namespace {
 
+/// The same choices of histories, and an engine for it has none of them ready before a layer begins.
+constexpr const char* kUntold = "history:observe_every=3 | int4 | top_k=20 | near=0,sinks=4,recent=20";
 constexpr const char* kPolicy = "history | int4 | top_k=20 | near=0,sinks=4,recent=20";
 
 struct RestMemory {
@@ -123,7 +125,7 @@ TEST_CASE("sequences are forked, shortened and ended while histories of others p
   options.threads = 3;
   options.host_bytes = 200 * block_bytes(options);
   const auto tell = [&](bool disturbed) {
-    options.forecasts = disturbed;
+    options.policies = {parse_policy(disturbed ? kPolicy : kUntold)};
     options.before_answer = {};
     std::atomic<std::uint32_t> parts{seed};
     if (disturbed)

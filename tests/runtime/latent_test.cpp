@@ -30,13 +30,12 @@ EngineOptions options_of(const Latents& of, const char* policy = "full",
                         .kv_dtype = DType::f32,
                         .host_bytes = 8 * MiB,
                         .placement = placement,
-                        .policies = {},
+                        .policies = {parse_policy(policy)},
                         .largest = {.decode_rows = 2, .prefill_rows = kChunk, .prefills = 1, .max_tokens = 256},
                         .sequences = 4,
                         .threads = 1,
                         .pin_threads = false,
                         .answer_timeout = std::chrono::seconds(30)};
-  make_room_for(parse_policy(policy), 256, options);
   return options;
 }
 
@@ -248,7 +247,6 @@ TEST_CASE("what latent attention does without is refused by name", "[engine][lat
   check_refused("trace", with([](auto& o) { o.largest.trace = true; }));
   check_refused("prefill", with([](auto& o) { o.prefill.mode = PrefillMode::flexprefill; }));
   check_refused("cpu_sequences", with([](auto& o) { o.cpu_sequences = 1; }));
-  check_refused("digests", with([](auto& o) { o.digests = DigestKind::box; }));
   check_refused("cluster_sequences", with([](auto& o) { o.cluster_sequences = 1; }));
   const auto invalid = [&](const char* said, auto change) {
     check_refused(said, with(change), Errc::invalid_argument);
@@ -261,9 +259,8 @@ TEST_CASE("what latent attention does without is refused by name", "[engine][lat
   invalid("q_heads / shape.kv_heads", [](auto& o) { o.shape.value_dim = 0; });
 
   for (const char* const text : {"topk", "lfps", "quest", "tactic", "psa | int4", "tactic | int4", "infinigen"}) {
-    EngineOptions options = options_of(of);
     CAPTURE(text);
-    const Refusal refusal = refusal_of([&] { make_room_for(parse_policy(text), 256, options); });
+    const Refusal refusal = refusal_of([&] { (void)resolved(options_of(of, text)); });
     CHECK(refusal.code == Errc::unsupported);
     CHECK(refusal.text.find("latent attention") != std::string::npos);
   }

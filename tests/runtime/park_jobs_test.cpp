@@ -62,8 +62,7 @@ struct Hook {
 EngineOptions options_for(const EngineRig& rig, const std::shared_ptr<Hook>& hook) {
   EngineOptions options{.shape = kShape,
                         .kv_dtype = rig.kv_dtype,
-                        .policies = {},
-                        .largest = {.unbounded = true},
+                        .policies = {parse_policy("full")},
                         .threads = 3,
                         .pin_threads = false};
   options.host_bytes = 1200 * block_bytes(options);
@@ -116,8 +115,7 @@ TEST_CASE("a sequence of several turns of loading comes back whole, and its dama
                                static_cast<std::uint32_t>(bytes_of(rig.kv_dtype));
   EngineOptions options{.shape = kLarge,
                         .kv_dtype = rig.kv_dtype,
-                        .policies = {},
-                        .largest = {.unbounded = true},
+                        .policies = {parse_policy("full")},
                         .threads = 3,
                         .pin_threads = false};
   options.largest.max_tokens = (tokens / 16 + 2) * 16;

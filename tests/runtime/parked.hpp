@@ -21,7 +21,7 @@ inline EngineOptions options() {
   EngineOptions options{.shape = kShape,
                         .page_tokens = 8,
                         .kv_dtype = DType::f32,
-                        .policies = {},
+                        .policies = {parse_policy(kPolicy)},
                         .largest = {.decode_rows = 1, .unbounded = true},
                         .sequences = 2,
                         .cpu_sequences = 2,

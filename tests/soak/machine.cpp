@@ -10,6 +10,7 @@
 #include "sluice/step/forward.hpp"
 #include "tests/soak/expect.hpp"
 #include "tests/soak/traffic.hpp"
+#include "tests/support/engine_named.hpp"
 
 namespace sluice::test {
 namespace {
@@ -80,11 +81,13 @@ EngineOptions options_for(const MachineKind& kind, EngineOptions options, std::v
   policies.clear();
   const auto serve = [&](const std::string& policy) {
     if (kind.learns && !scheduler::remembers(parse_policy(policy))) return;
+    options.policies.push_back(parse_policy(policy));
     try {
-      make_room_for(parse_policy(policy), kSoakTokens, options);
+      (void)resolved(options);
       policies.push_back(policy);
     } catch (const Error& error) {
       if (error.code() != Errc::unsupported) throw;
+      options.policies.pop_back();
     }
   };
   // Dense ones more often: their outputs are known.
@@ -101,8 +104,7 @@ EngineOptions options_for(const MachineKind& kind, EngineOptions options, std::v
 EngineOptions options_of(const MachineKind& kind, const Terrain& terrain, std::uint64_t seed,
                          std::vector<std::string>& policies) {
   Random random(seed);
-  EngineOptions options{
-      .shape = terrain.shape, .page_tokens = one_of(random, {8u, 16u, 16u, 32u, 64u}), .policies = {}};
+  EngineOptions options{.shape = terrain.shape, .page_tokens = one_of(random, {8u, 16u, 16u, 32u, 64u})};
   options.kv_dtype = terrain.kv_dtypes[random.below(static_cast<std::uint32_t>(terrain.kv_dtypes.size()))];
   options.largest = {.drafts = one_of(random, {1u, 1u, 2u, 3u, 4u}), .prefill_rows = 8 + random.below(150)};
   options.largest.decode_rows = options.largest.drafts * (1 + random.below(10 / options.largest.drafts));
@@ -113,7 +115,7 @@ EngineOptions options_of(const MachineKind& kind, const Terrain& terrain, std::u
   options.cpu_sequences = kind.learns ? options.sequences : 1 + random.below(options.sequences);
   options.import_rows = 16 + random.below(200);
   options.prefill_window = std::max(options.page_tokens * one_of(random, {1u, 4u, 64u}), terrain.least_window);
-  options.digests = one_of(random, {DigestKind::box, DigestKind::cuboid_mean});
+  options = named(options, {kManyTokens, many_pages(one_of(random, {DigestKind::box, DigestKind::cuboid_mean}))});
   options.promotions = one_of(random, {0u, 8u, 64u, 256u, kMostPromotions});
   const std::uint64_t block = block_bytes(options);
   const std::uint64_t most = div_up(kSoakTokens, options.page_tokens);

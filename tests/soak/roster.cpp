@@ -51,9 +51,9 @@ std::uint64_t Roster::stack_bytes() const noexcept {
 std::uint64_t Roster::blocks() const noexcept { return driven_.engine.options().host_bytes / stack_bytes(); }
 
 bool Roster::has_slot(const PolicySpec& spec) const {
-  const EngineOptions& options = driven_.engine.options();
   const auto cpu = std::ranges::count_if(sequences_, [](const auto& s) { return on_cpu(s->spec); });
-  return sequences_.size() < options.sequences && (!on_cpu(spec) || cpu < options.cpu_sequences);
+  return sequences_.size() < driven_.engine.options().sequences &&
+         (!on_cpu(spec) || cpu < driven_.engine.sizes().cpu_sequences);
 }
 
 Sequence* Roster::resting() {

@@ -28,7 +28,6 @@ void Roster::visit_elsewhere(const Parked& parked) {
   EngineOptions options = driven_.engine.options();
   options.page_tokens = 8u << random_.below(4);
   options.prefill_window = options.page_tokens;
-  options.max_window += options.page_tokens;
   options.near_bytes = 0;
   options.sequences = options.cpu_sequences = options.in_flight = options.threads = 1;
   options.before_answer = {};

@@ -63,8 +63,8 @@ std::uint32_t Traffic::rows_for(Sequence& sequence, const Bucket& left, std::uin
   if (prefill) return left.prefills == 0 ? 0 : std::min({room, left.prefill_rows, sequence.prompt_left, kLongestChunk});
   const EngineOptions& options = driven_.engine.options();
   const scheduler::ForwardLimits limits{.shape = scheduler::row_shape(options.shape, options.page_tokens),
-                                        .max_window = options.max_window,
-                                        .digests = options.digests};
+                                        .max_window = driven_.engine.sizes().max_window,
+                                        .digests = driven_.engine.sizes().digests};
   if (!scheduler::forward_unserved(sequence.spec, left, limits).empty()) return 0;
   const std::uint32_t most = std::min({room, left.decode_rows, sequence.decode_left});
   if (scheduler::chooser(sequence.spec) == scheduler::Chooser::device)

@@ -151,14 +151,14 @@ EngineOptions decoding_options(const EngineRig& rig, const std::vector<DecodedLi
   const auto rows = static_cast<std::uint32_t>(lines.size());
   EngineOptions options{.shape = kShape,
                         .kv_dtype = rig.kv_dtype,
-                        .policies = {},
+                        .policies = {},  // Those of its lines.
                         .largest = {.decode_rows = rows},
                         .sequences = rows,
                         .threads = 2,
                         .pin_threads = false};
   options.host_bytes = 30 * rows * block_bytes(options);
   options.near_bytes = 12 * near_block_bytes(options);  // Less than there are, so that rows come and go.
-  for (const DecodedLine& line : lines) make_room_for(parse_policy(line.policy), kPrompt + kSteps, options);
+  for (const DecodedLine& line : lines) options.policies.push_back(parse_policy(line.policy));
   return options;
 }
 

@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "tests/support/engine_named.hpp"
 #include "tests/support/engine_rig.hpp"
 
 /// What cases of drafts that are verified together share.
@@ -22,7 +23,6 @@ inline EngineOptions draft_options(const EngineRig& rig, const AttentionShape& s
   EngineOptions options{.shape = shape,
                         .page_tokens = kPageTokens,
                         .kv_dtype = rig.kv_dtype,
-                        .policies = {},
                         .largest = {.decode_rows = drafts * teams, .drafts = drafts, .unbounded = true},
                         .threads = 2,
                         .pin_threads = false};
@@ -30,7 +30,7 @@ inline EngineOptions draft_options(const EngineRig& rig, const AttentionShape& s
   options.near_bytes = near * near_block_bytes(options);
   options.sequences = 8;
   options.import_rows = 100;
-  return options;
+  return named(options, {kManyTokens});
 }
 
 /// Some new tokens of a sequence.

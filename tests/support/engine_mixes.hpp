@@ -5,6 +5,7 @@
 #include <iterator>
 #include <vector>
 
+#include "tests/support/engine_named.hpp"
 #include "tests/support/engine_rig.hpp"
 
 /// What cases of forwards of any mix share: sequences, and what each of their tokens gives alone.
@@ -29,8 +30,7 @@ inline const std::vector<std::uint32_t> kWindows[] = {{}, {0, 11}, {21, 9}};
 inline constexpr std::uint32_t kSlack = 3;
 
 inline EngineOptions mix_options(const EngineRig& rig, std::uint32_t near_blocks, std::uint32_t windows = 0) {
-  EngineOptions options{
-      .shape = kShape, .page_tokens = kPageTokens, .kv_dtype = rig.kv_dtype, .policies = {}, .largest = kLargest};
+  EngineOptions options{.shape = kShape, .page_tokens = kPageTokens, .kv_dtype = rig.kv_dtype, .largest = kLargest};
   options.host_bytes = 40 * block_bytes(options);
   options.near_bytes = near_blocks * near_block_bytes(options);
   options.windows = kWindows[windows];
@@ -40,7 +40,7 @@ inline EngineOptions mix_options(const EngineRig& rig, std::uint32_t near_blocks
   options.prefill_window = 16;
   options.threads = 2;
   options.pin_threads = false;
-  return options;
+  return named(options, kPolicies);
 }
 
 inline std::vector<Story> stories(std::uint32_t windows = 0) {

@@ -25,7 +25,7 @@ inline Area parked(const Engine& engine, SequenceId id, std::string_view model =
 
 inline EngineOptions room_for(const EngineRig& rig, const PolicySpec& policy, std::uint32_t near = 0) {
   EngineOptions options = options_for(rig, 2, near);
-  make_room_for(policy, 1024, options);
+  options.policies.push_back(policy);
   options.cpu_sequences = 6;
   return options;
 }

@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "tests/support/engine_named.hpp"
 #include "tests/support/engine_rig.hpp"
 
 /// What cases of an Engine have in common that compare with the reference.
@@ -15,18 +16,13 @@ inline constexpr double kTolerance = 1e-3;
 
 /// Room for `blocks` far and `near` near blocks.
 inline EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::uint32_t blocks, std::uint32_t near) {
-  EngineOptions options{.shape = kShape,
-                        .kv_dtype = rig.kv_dtype,
-                        .policies = {},
-                        .largest = {.decode_rows = rows},
-                        .threads = 2,
-                        .pin_threads = false};
+  EngineOptions options{
+      .shape = kShape, .kv_dtype = rig.kv_dtype, .largest = {.decode_rows = rows}, .threads = 2, .pin_threads = false};
   options.host_bytes = blocks * block_bytes(options);
   options.near_bytes = near * near_block_bytes(options);
   options.sequences = 8;
-  options.max_picks = 512;
   options.import_rows = 100;
-  return options;
+  return named(options, {"exact | int4 | top_k=512 | near=0,sinks=4,recent=508"});
 }
 
 /// Of the outputs from `offset` on.

@@ -9,6 +9,7 @@
 #include "sluice/engine.hpp"
 #include "sluice/page_rules.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/engine_named.hpp"
 #include "tests/support/engine_rig.hpp"
 #include "tests/support/policy_reference.hpp"
 
@@ -23,7 +24,6 @@ inline EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::
   EngineOptions options{
       .shape = kShape,
       .kv_dtype = rig.kv_dtype,
-      .policies = {},
       .largest = {.decode_rows = rows, .prefill_rows = kChunk, .prefills = 2, .unbounded = true, .rehearsed = true},
       .threads = 2,
       .pin_threads = false};
@@ -31,16 +31,14 @@ inline EngineOptions options_for(const EngineRig& rig, std::uint32_t rows, std::
   options.near_bytes = near * near_block_bytes(options);
   options.sequences = 8;
   options.cpu_sequences = options.cluster_sequences = 6;
-  options.max_clusters = 200;
   options.prefill_window = 64;
-  return options;
+  return named(options, {kManyTokens, kOnCpu, kManyClusters});
 }
 
 /// The same for policies that rank pages, too, by such digests.
 inline EngineOptions paged_options(const EngineRig& rig, std::uint32_t rows, std::uint32_t near, DigestKind digests) {
   EngineOptions options = options_for(rig, rows, near);
-  options.largest.pages = true;
-  options.digests = digests;
+  options.policies.push_back(parse_policy(many_pages(digests)));
   return options;
 }
 

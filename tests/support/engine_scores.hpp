@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tests/support/catch.hpp"
+#include "tests/support/engine_named.hpp"
 #include "tests/support/engine_rig.hpp"
 #include "tests/support/reference.hpp"
 
@@ -179,14 +180,13 @@ inline EngineOptions options_for(const EngineRig& rig, const AttentionShape& sha
                                  std::uint32_t near) {
   EngineOptions options{.shape = shape,
                         .kv_dtype = rig.kv_dtype,
-                        .policies = {},
                         .largest = {.decode_rows = rows, .scores = true},
                         .threads = 2,
                         .pin_threads = false};
   options.host_bytes = 120 * block_bytes(options);
   options.near_bytes = near * near_block_bytes(options);
   options.import_rows = 300;
-  return options;
+  return named(options, {"scores | top_k=2048 | near=0,sinks=4,recent=508"});
 }
 
 inline double tolerance(const EngineRig& rig) { return rig.kv_dtype == DType::f32 ? 2e-5 : 2e-3; }

@@ -61,7 +61,7 @@ TEST_CASE("graphs decode what enqueued forwards do, while the sequence grows by 
   EngineOptions options = options_of();
   options.near_bytes = GENERATE(0u, 2u) * MiB;
   const std::string policy = GENERATE("full", "sluice", "lfps", "quest");
-  make_room_for(parse_policy(policy), 2400, options);
+  options.policies.push_back(parse_policy(policy));
   const Decoded want = decoded(options, policy, 70, Graphs::off);
   const Decoded got = decoded(options, policy, 70, Graphs::on);
   CAPTURE(policy, options.near_bytes);

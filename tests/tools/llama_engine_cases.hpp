@@ -6,6 +6,7 @@
 
 #include "sluice/engine.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/engine_named.hpp"
 #include "tests/tools/llama_decode.hpp"
 #include "tests/tools/llama_golden.hpp"
 #include "tools/llama/engine_session.hpp"
@@ -16,17 +17,15 @@ namespace sluice::test {
 /// Room for one prompt of 2,048 tokens and its answer.
 inline EngineOptions engine_options(const tools::Model& model, DType kv_dtype, std::uint32_t chunk) {
   EngineOptions options;
-  options.policies.clear();
   options.shape = model.config().shape();
   options.kv_dtype = kv_dtype;
   options.host_bytes = 64 * MiB;
   options.largest = {.decode_rows = 1, .prefill_rows = chunk, .prefills = 1, .max_tokens = 2400, .unbounded = true};
-  options.max_picks = 2400;
   options.cpu_sequences = 1;
   options.prefill_window = 512;
   options.threads = 2;
   options.pin_threads = false;
-  return options;
+  return named(options, {"exact | int4 | top_k=2400 | near=0,sinks=4,recent=508", kOnCpu, "full"});
 }
 
 /// The same tokens and logits must come out wherever keys and values are, and however the prompt is cut.

@@ -43,7 +43,7 @@ int failures_of(const Call& call) {
 
 EngineOptions options_of(const Model& model) {
   EngineOptions options;
-  options.policies.clear();
+  options.policies = {parse_policy("full")};
   options.shape = model.config().shape();
   options.host_bytes = 1 << 20;
   options.near_bytes = 1 << 18;

@@ -58,17 +58,13 @@ std::shared_ptr<BreakingDevice> make_device() {
 
 EngineOptions options_of(const std::string& policy) {
   EngineOptions options;
-  options.policies.clear();
+  options.policies = {parse_policy(policy)};
   options.shape = {.layers = 2, .q_heads = 4, .kv_heads = 2, .head_dim = 64};
   options.page_tokens = kPage;
   options.sequences = kBatch;
   options.host_bytes = std::uint64_t{kBatch} * kLongest * 1024;
   options.near_bytes = options.host_bytes / 4;
-  options.max_picks = 64;
-  options.max_window = 64;
   options.largest = {.decode_rows = kBatch, .prefill_rows = kChunk, .prefills = 2, .max_tokens = kLongest};
-  options.largest.unbounded = policy == "full";
-  options.cpu_sequences = policy == "topk" ? kBatch : 0;
   options.timeout = std::chrono::seconds(60);
   return options;
 }

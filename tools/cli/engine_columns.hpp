@@ -16,7 +16,7 @@ struct DecodeScore {
   std::uint64_t dense_tokens = 0;  ///< that dense attention would have attended, of one KV head and layer
   EngineStats stats;
   AuditReport audited;  ///< without heads
-  std::uint32_t code_bits = 4;  ///< of the engine, see EngineOptions
+  std::uint32_t code_bits = 4;  ///< of the engine, see EngineSizes
 };
 
 /// What was attended and read, as shares of dense attention's tokens, and of the bytes of its keys and values, which

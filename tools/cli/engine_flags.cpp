@@ -180,7 +180,6 @@ EngineOptions sized(const EngineFlags& flags, const AttentionShape& shape, std::
                      .top_k = false,
                      .audit = flags.audit_every != 0};
   options.sequences = room.apart == 0 ? 1 : 2;
-  options.prompt_queries = options.max_picks = options.max_ranked = options.max_window = 1;
   for (const PolicySpec& policy : policies) refuse_scores(policy);
   options.policies.assign(policies.begin(), policies.end());
   options.prefill = room.prefill;

@@ -14,7 +14,7 @@ import transformers
 from sluice._transformers_support import longest
 from sluice.errors import Error, InternalError, OutOfCapacity
 from sluice.evaluation.reading import Reading, audited, prompt_blocks_since, read_since
-from sluice.options import Bucket, EngineOptions, Features
+from sluice.options import Bucket, Features, wanted_by
 from sluice.transformers import Enabled, enable_for, options_for
 
 ROWS = 128
@@ -122,9 +122,7 @@ class Session:
 
 def chooses_on_cpu(policy: str) -> bool:
     """Whether the CPU chooses for it, or learns from what it attends: then one token is planned at a time."""
-    options = EngineOptions(layers=1, q_heads=1, kv_heads=1, head_dim=64, largest=Bucket(decode_rows=1))
-    options.make_room_for(policy, 1)
-    return bool(options.cpu_sequences)
+    return bool(wanted_by(policy).cpu_sequences)
 
 
 def own_attention(config: Any) -> dict[str, str]:

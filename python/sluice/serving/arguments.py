@@ -233,19 +233,13 @@ def check_options(options: dict[str, Any], policy: str, said: str = "--option ",
         try:
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError
-            _engine_options(**{name: value})._to_struct()
+            EngineOptions(layers=1, q_heads=1, kv_heads=1, head_dim=64, **{name: value})._to_struct()
         except InvalidArgument as reason:
             raise InvalidArgument(f"{said}{reason}") from None
         except (AttributeError, TypeError, KeyError, OverflowError, ValueError, ctypes.ArgumentError, RecursionError):
             # Of words where numbers should be, and the like.
             raise InvalidArgument(f"{said}{name}: it may not be {shown(str(value))}") from None
-    made = _engine_options(**options)
-    made.make_room_for(policy, 1)
-    _refuse_scores(made, policy)
-
-
-def _engine_options(**options: Any) -> EngineOptions:
-    return EngineOptions(layers=1, q_heads=1, kv_heads=1, head_dim=64, **options)
+    _refuse_scores(policy)
 
 
 def check_folder(model: str) -> None:

@@ -43,7 +43,7 @@ class Loop:
         shares = dataclasses.replace(AdmissionOptions.of(self._engine), slowdown=slowdown)
         self._admission = Admission(shares)
         self._page_bytes = self._engine.memory().far_pages // shares.pages
-        self._on_cpu = self._engine.options.cpu_sequences > 0
+        self._on_cpu = self._engine.sizes.cpu_sequences > 0
         self.limit: int = min(model.context, self._admission.options.max_tokens)
         """Tokens of prompt and answer together, at most."""
 

@@ -75,7 +75,7 @@ class PackedModel:
                               largest=Bucket(decode_rows=sequences, prefill_rows=prefill_rows, prefills=sequences,
                                              max_tokens=self.context),
                               policies=[policy], **options)
-        _refuse_scores(made.resolved(), policy)
+        _refuse_scores(policy)
         choose_near(made, options.get("near_bytes"), self.context, SERVED_SHARE)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         # No mask is registered for this name, and so none is made: the engine knows which rows are whose.

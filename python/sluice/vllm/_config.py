@@ -23,7 +23,7 @@ SCHEDULERS = {False: "sluice.vllm.Scheduler", True: "sluice.vllm.AsyncScheduler"
 _OTHERS = {**dict.fromkeys(("layers", "q_heads", "kv_heads", "head_dim", "scale", "softcap", "windows"), "the model"),
            "device": "vLLM", "sequences": "--max-num-seqs", "in_flight": "--async-scheduling",
            "largest": "--max-num-seqs, --max-num-batched-tokens and --max-model-len", "window_slack": "Sluice",
-           "prompt_queries": "the policy", "policies": "policy", "prefix_bytes": "--enable-prefix-caching"}
+           "policies": "policy", "prefix_bytes": "--enable-prefix-caching"}
 _PREFIXES = "enable_prefix_caching"  # What vLLM's own option of this name said.
 _KV_DTYPES = ("auto", "float16", "bfloat16")
 

@@ -16,7 +16,7 @@ from sluice._torch import DTYPES, one_shape, same_number
 from sluice.admission import AdmissionOptions
 from sluice.engine import Engine
 from sluice.errors import Error, InvalidArgument, OutOfCapacity, Unsupported
-from sluice.options import DENSE_AUTO, Bucket, EngineOptions, Features, _refuse_scores
+from sluice.options import DENSE_AUTO, Bucket, EngineOptions, Features, _refuse_scores, wanted_by
 from sluice.vllm._config import OWNER, Settings, settings_of
 
 
@@ -64,15 +64,14 @@ def engine_options(config: Any, layers: Sequence[Any], settings: Settings, devic
         near_bytes=settings.near_bytes if device.type == "cpu" else None,
         # One more for a prefix on its way to the disk or from there, so that requests leave room for it.
         sequences=scheduler.max_num_seqs + (settings.disk is not None),
-        in_flight=2, window_slack=0, prompt_queries=1,
+        in_flight=2, window_slack=0,
         largest=Bucket(decode_rows=scheduler.max_num_seqs, prefill_rows=scheduler.max_num_batched_tokens,
                        prefills=scheduler.max_num_seqs, max_tokens=context),
         policies=[settings.policy], **options)
-    resolved = made.resolved()
-    if Features.REHEARSED in resolved.largest.features:
+    if Features.REHEARSED in wanted_by(settings.policy).largest.features:
         raise Unsupported(f"{OWNER}policy {settings.policy} chooses by rehearsed queries, which models of vLLM do not "
                           "hand over; leave the stage rehearsed out")
-    _refuse_scores(resolved, settings.policy)
+    _refuse_scores(settings.policy)
     return made
 
 

@@ -67,7 +67,7 @@ class Forwards:
 
     def __init__(self, engine: Engine, policy: str, *, ahead: int = 0, goes_on: bool = True,
                  graphs: bool = False, disk: DiskTier | None = None) -> None:
-        """`engine` has as many `prompt_queries` as the policy wants, or 1, and no bound of `prefix_bytes`. `goes_on`: a
+        """`engine` is for this policy alone, and has no bound of `prefix_bytes`. `goes_on`: a
         forward that fails ends its requests, by `failed`; else its error is raised. `graphs`: forwards of single tokens
         may be replayed from graphs, which are captured for the longest context. `disk`: has prefixes that host memory
         has no room for, and the engine one sequence more than requests have."""

@@ -184,8 +184,8 @@ def test_exit_codes_by_error(here: Callable[..., Done], monkeypatch: pytest.Monk
 def test_messages_of_an_engine_name_arguments(here: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
     done = here("run", "--prompt", "a", "--host-bytes", "4KiB")
     assert done.returncode != 0 and "--host-bytes" in done.stderr and "Options" not in done.stderr, done.stderr
-    assert in_arguments("raise EngineOptions.max_clusters; EngineOptions.sequences says; EngineOptions.kv_dtype") == \
-        "raise --option max_clusters; --sequences says; --kv-dtype"
+    assert in_arguments("raise EngineOptions.import_rows; EngineOptions.sequences says; EngineOptions.kv_dtype") == \
+        "raise --option import_rows; --sequences says; --kv-dtype"
 
 
 def test_a_chat_that_outgrows_the_context(here: Callable[..., Done]) -> None:

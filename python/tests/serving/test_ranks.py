@@ -68,9 +68,8 @@ def test_ranks_whose_windows_know_other_parts_of_a_prompt(pair: Pair) -> None:
             self._ranks = ranks
             options = sluice.EngineOptions(
                 layers=1, q_heads=1, kv_heads=1, head_dim=64, kv_dtype="f32", host_bytes=8 << 20, windows=[40],
-                window_slack=slack, largest=sluice.Bucket(decode_rows=1), threads=1, pin_threads=False,
-                import_rows=300)
-            options.make_room_for("full", 300)
+                window_slack=slack, policies=["full"], largest=sluice.Bucket(decode_rows=1), threads=1,
+                pin_threads=False, import_rows=300)
             self.engine = sluice.Engine(options)
             rows = np.zeros((known, 1, 64), np.float32)
             first = self.engine.begin("full", ids)

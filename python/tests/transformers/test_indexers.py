@@ -37,8 +37,7 @@ class Scored:
         options = sluice.EngineOptions(
             layers=LAYERS, q_heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, kv_dtype="f32", host_bytes=8 << 20,
             largest=sluice.Bucket(decode_rows=1, prefill_rows=64, prefills=1, max_tokens=TOKENS), threads=1,
-            pin_threads=False, answer_timeout_ms=30_000)
-        options.make_room_for(policy, TOKENS)
+            policies=[policy], pin_threads=False, answer_timeout_ms=30_000)
         self.engine, self._model, self._chosen = sluice.Engine(options), model, chosen
         self._sequence, self._at = self.engine.begin(policy), 0
         self._cache = DynamicCache(config=model.config)

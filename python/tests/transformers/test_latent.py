@@ -34,8 +34,7 @@ class Absorbed:
             layers=LAYERS, q_heads=config.num_attention_heads, kv_heads=1, head_dim=LATENT + ROPE, value_dim=LATENT,
             scale=model.model.layers[0].self_attn.scaling, kv_dtype="f32", host_bytes=8 << 20,
             largest=sluice.Bucket(decode_rows=1, prefill_rows=64, prefills=1, max_tokens=TOKENS), threads=1,
-            pin_threads=False, answer_timeout_ms=30_000)
-        options.make_room_for(policy, TOKENS)
+            policies=[policy], pin_threads=False, answer_timeout_ms=30_000)
         self.engine, self._model = sluice.Engine(options), model
         self._sequence, self._at = self.engine.begin(policy), 0
         AttentionInterface.register("absorbed", self._attend)

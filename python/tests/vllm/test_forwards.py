@@ -15,10 +15,9 @@ LAYERS, HEADS, KV_HEADS, SIZE = 2, 4, 2, 32
 def engine_of(**changes: object) -> sluice.Engine:
     options = sluice.EngineOptions(
         layers=LAYERS, q_heads=HEADS, kv_heads=KV_HEADS, head_dim=SIZE, kv_dtype="f32", sequences=2, threads=1,
-        pin_threads=False, answer_timeout_ms=30_000, prompt_queries=1,
+        pin_threads=False, answer_timeout_ms=30_000, policies=["full"],
         **{"host_bytes": 4 << 20, "largest": sluice.Bucket(decode_rows=4, prefill_rows=64, prefills=2, max_tokens=256),
            **changes})
-    options.make_room_for("full", 256)
     return sluice.Engine(options)
 
 

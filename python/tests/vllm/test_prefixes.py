@@ -86,7 +86,7 @@ def test_adapters_keep_prompts_apart() -> None:
 def test_policies(policy: str, model_of: Callable[[str], Path]) -> None:
     """The second wants the queries of a prompt's last 32 tokens, which are computed, known or not."""
     with Engine(model_of("Llama"), {"policy": policy}) as engine:
-        unseen = engine.forwards.engine.options.prompt_queries
+        unseen = engine.forwards.engine.sizes.prompt_queries
         assert unseen == {"sluice": 1, "snapkv": 32}[policy]
         answers = [engine.run([LONG, COMMON], greedy(8)) for _ in range(2)]
     assert [each.reason for each in answers[0] + answers[1]] == ["length"] * 4

@@ -109,7 +109,8 @@ def test_latent_attention(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ({"sequences": 3}, "--additional-config.sluice.sequences: --max-num-seqs sets it"),
     ({"layers": 3}, "--additional-config.sluice.layers: the model sets it"),
     ({"prefix_bytes": 0}, "--additional-config.sluice.prefix_bytes: --enable-prefix-caching sets it"),
-    ({"prompt_queries": 64}, "--additional-config.sluice.prompt_queries: the policy sets it"),
+    ({"prompt_queries": 64}, "there is no option prompt_queries; there are "),
+    ({"policies": ["full"]}, "--additional-config.sluice.policies: policy sets it"),
 ])
 def test_options(llama: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(REFUSED, match=said):

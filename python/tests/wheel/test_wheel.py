@@ -18,8 +18,8 @@ PROGRAM = next(block for block in re.findall(r"```python\n(.*?)```", (ROOT / "do
                if "import numpy" in block)
 ENGINE = """
 import sluice
-made = sluice.EngineOptions(layers=1, q_heads=2, kv_heads=1, head_dim=64, host_bytes=1 << 20, threads=1)
-made.make_room_for("full", 64)
+made = sluice.EngineOptions(layers=1, q_heads=2, kv_heads=1, head_dim=64, host_bytes=1 << 20, threads=1,
+                            policies=["full"])
 with sluice.Engine(made) as engine:
     sequence = engine.begin("full")
     print(sluice.__file__, engine.tokens(sequence), engine.can_admit(16))

@@ -212,7 +212,7 @@ DecodeBench::Run DecodeBench::run_engine(const DecodeBatch& batch, const DecodeM
   run.replayed = work_.replays != 0;
   run.score.stats = since(before, attention.engine().stats());
   run.score.tokens = std::uint64_t{options_.steps} * batch.sequences;
-  run.score.code_bits = attention.engine().options().code_bits;
+  run.score.code_bits = attention.engine().sizes().code_bits;
   for (std::uint32_t i = 0; i < options_.steps; ++i)
     run.score.dense_tokens += std::uint64_t{batch.sequences} * (batch.length + options_.warm_up + i + verified.rows);
   if (options_.audited == 0) return run;

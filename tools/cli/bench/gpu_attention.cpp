@@ -95,7 +95,7 @@ class GpuBench {
     row.verbs = forwards.verbs();
     row.graph_nodes = forwards.graph_nodes();
     row.memory = forwards.engine().memory();
-    row.code_bits = forwards.engine().options().code_bits;
+    row.code_bits = forwards.engine().sizes().code_bits;
     if (each.all_near && row.stats.far_tokens + row.stats.fetched_tokens != 0)
       throw Error(Errc::device, "bench gpu: " + std::to_string(row.stats.far_tokens + row.stats.fetched_tokens) +
                                     " tokens were far though device memory has room for all; nothing of it is shown");

@@ -34,7 +34,7 @@ struct GpuRow {
   double output_error = 0.0;         ///< of the first step, relative to dense attention
   EngineStats stats{};               ///< of the timed forwards
   EngineMemoryUse memory{};
-  std::uint32_t code_bits = 4;           ///< see EngineOptions
+  std::uint32_t code_bits = 4;           ///< see EngineSizes
   const AuditReport* audited = nullptr;  ///< of the same forwards, run again
 };
 

@@ -169,7 +169,7 @@ Answer Answers::answer(sluice::Engine& engine, const EngineSession& prompt, std:
                           .dense_tokens = session.visible(),
                           .stats = since(before, engine.stats()),
                           .audited = engine.audit(session.sequence()),
-                          .code_bits = made.code_bits};
+                          .code_bits = engine.sizes().code_bits};
   answer.read = read_shares(score, made.shape,
                             {.page_tokens = made.page_tokens, .head_dim = made.shape.head_dim, .dtype = made.kv_dtype});
   if (score.audited.coverage.count() != 0) {

@@ -96,13 +96,18 @@ const char* placement_of(const Workload& work) noexcept {
   return all_near ? kNear : to_string(work.placement);
 }
 
-/// Of more tokens than an engine can have, too.
+/// Of more rows and tokens than an engine can have, too: a policy wants the same features of one row and one page.
 Bucket decoding_bucket(const Workload& work) {
-  EngineOptions options{.shape = work.shape, .page_tokens = work.page_tokens, .kv_dtype = work.kv_dtype};
-  const auto pages = static_cast<std::uint32_t>(div_up(work.tokens, work.page_tokens));
-  options.largest = {.decode_rows = work.rows, .max_tokens = pages * work.page_tokens, .top_k = false};
-  make_room_for(work.policy, work.tokens, options);
-  return options.largest;
+  const EngineOptions one{.shape = work.shape,
+                          .page_tokens = work.page_tokens,
+                          .kv_dtype = work.kv_dtype,
+                          .host_bytes = layout_of(work).page_bytes() * work.shape.layers * work.shape.kv_heads,
+                          .policies = {work.policy},
+                          .largest = {.decode_rows = 1, .top_k = false}};
+  Bucket bucket = resolved(one).largest;
+  bucket.decode_rows = work.rows;
+  bucket.max_tokens = static_cast<std::uint32_t>(div_up(work.tokens, work.page_tokens)) * work.page_tokens;
+  return bucket;
 }
 
 WorkloadPlan plan(const Workload& work, const Machine& machine, std::uint64_t reserved) {

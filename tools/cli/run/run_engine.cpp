@@ -31,7 +31,7 @@ Table summary(const Generation& generation, std::size_t prompt_tokens, const Pol
                     .dense_tokens = session.visible(),
                     .stats = engine.stats(),
                     .audited = engine.audit(session.sequence()),
-                    .code_bits = options.code_bits};
+                    .code_bits = engine.sizes().code_bits};
   append_decode(score, options.shape,
                 {.page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.kv_dtype},
                 table.columns, row);

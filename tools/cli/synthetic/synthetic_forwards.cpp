@@ -65,7 +65,6 @@ EngineOptions SyntheticForwards::sizes(const SyntheticForwardsOptions& options) 
   sizes.promotions = options.promotions;
   sizes.dense_tokens = options.dense_tokens;
   sizes.largest.top_k = false;
-  sizes.max_picks = sizes.max_ranked = sizes.max_window = sizes.prompt_queries = 1;
   refuse_scores(options.policy);
   sizes.policies = {options.policy};
   return resolved(sizes);
