@@ -4,11 +4,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "gpu/device/cuda_device.hpp"
-#include "gpu/transfer/bench.hpp"
-#include "sluice/cuda.hpp"
+#include "tools/link/bench.hpp"
+#include "tools/link/calibrate_transfers.hpp"
 
-namespace sluice::gpu {
+namespace sluice::tools {
 
 /// What a calibration measures: these block sizes, and for each of them these counts as far as kCalibratedBytes allow.
 /// Times run along straight lines where nothing but the count changes, so a path needs few large counts; but at small
@@ -30,7 +29,4 @@ struct GatherRate {
 /// The fewest that reach this share of the best: more would only take multiprocessors from attention.
 [[nodiscard]] std::uint32_t fewest_gather_blocks(const std::vector<GatherRate>& rates, double share = 0.98);
 
-/// See calibrate_transfers.
-[[nodiscard]] TransferProfile calibrate(CudaDevice& device);
-
-}  // namespace sluice::gpu
+}  // namespace sluice::tools

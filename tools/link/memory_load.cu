@@ -4,9 +4,9 @@
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/clock.cuh"
 #include "gpu/kernels/load.hpp"
-#include "gpu/transfer/memory_load.hpp"
+#include "tools/link/memory_load.hpp"
 
-namespace sluice::gpu {
+namespace sluice::tools {
 namespace {
 
 /// A quarter of what a multiprocessor holds and less than half of its registers, so that other kernels find room
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint64_t begin = units * blockIdx.x / gridDim.x;
   const std::uint64_t stripes = (units * (blockIdx.x + 1) / gridDim.x - begin) / kStripe;
   if (stripes == 0) return;
-  const std::uint64_t start = detail::now_ns();
+  const std::uint64_t start = gpu::detail::now_ns();
   std::uint64_t done = 0;
   __shared__ bool over;
   do {
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     __syncthreads();
-    if (threadIdx.x == 0) over = detail::now_ns() - start >= duration_ns;
+    if (threadIdx.x == 0) over = gpu::detail::now_ns() - start >= duration_ns;
     __syncthreads();
   } while (!over);
   if (threadIdx.x == 0) atomicAdd_system(moved, static_cast<unsigned long long>(2 * done * kStripe * sizeof(uint4)));
@@ -53,11 +53,9 @@ void launch_memory_load(std::byte* data, std::uint64_t bytes, std::uint32_t dura
   memory_load_kernel<<<std::max(ctas, 1u), kThreads, 0, stream>>>(
       reinterpret_cast<uint4*>(data), bytes / sizeof(uint4), std::min(duration_us, kLongest_us) * std::uint64_t{1000},
       reinterpret_cast<unsigned long long*>(moved));
-  check(cudaGetLastError(), "launch the memory load");
+  gpu::check(cudaGetLastError(), "launch the memory load");
 }
 
-void load_memory_load_kernels() {
-  load_kernel(memory_load_kernel, "load the memory load");
-}
+void load_memory_load_kernels() { gpu::load_kernel(memory_load_kernel, "load the memory load"); }
 
-}  // namespace sluice::gpu
+}  // namespace sluice::tools

@@ -10,7 +10,7 @@
 #include "gpu/device/handles.hpp"
 #include "gpu/device/memory_map.hpp"
 #include "gpu/device/param_ring.hpp"
-#include "gpu/transfer/profile.hpp"
+#include "gpu/device/path_chooser.hpp"
 #include "sluice/cuda.hpp"
 
 namespace sluice::gpu {

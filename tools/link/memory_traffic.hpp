@@ -8,7 +8,7 @@
 #include "gpu/device/cuda_device.hpp"
 #include "gpu/device/handles.hpp"
 
-namespace sluice::gpu {
+namespace sluice::tools {
 
 /// Keeps a device's memory as busy as attention does, without a gap, for as long as its caller renews it: two launches
 /// of the memory load are queued, and one that has ended is replaced.
@@ -17,7 +17,7 @@ namespace sluice::gpu {
 class MemoryTraffic {
  public:
   /// @throws Error{Errc::out_of_capacity}
-  explicit MemoryTraffic(CudaDevice& device);
+  explicit MemoryTraffic(gpu::CudaDevice& device);
 
   /// It goes on for at least another kSlice_us.
   void renew();
@@ -30,8 +30,8 @@ class MemoryTraffic {
   std::uint32_t thread_blocks_;
   std::unique_ptr<Buffer> memory_;
   std::unique_ptr<Buffer> moved_;
-  std::unique_ptr<QueueStream> stream_;
-  std::array<EventHandle, 2> ends_;
+  std::unique_ptr<gpu::QueueStream> stream_;
+  std::array<gpu::EventHandle, 2> ends_;
 };
 
-}  // namespace sluice::gpu
+}  // namespace sluice::tools

@@ -1,4 +1,4 @@
-#include "gpu/transfer/paths.hpp"
+#include "gpu/device/transfer_paths.hpp"
 
 #include <algorithm>
 #include <chrono>

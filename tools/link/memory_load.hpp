@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace sluice::gpu {
+namespace sluice::tools {
 
 /// Keeps the device's memory as busy as attention does: `ctas` thread blocks read and write `bytes` at `data`, 16-byte
 /// aligned, again and again for `duration_us`, at most a second. Adds the bytes read and written to `*moved`, in
@@ -14,4 +14,4 @@ void launch_memory_load(std::byte* data, std::uint64_t bytes, std::uint32_t dura
 
 void load_memory_load_kernels();
 
-}  // namespace sluice::gpu
+}  // namespace sluice::tools

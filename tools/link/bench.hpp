@@ -8,14 +8,14 @@
 
 #include "gpu/device/cuda_device.hpp"
 #include "gpu/device/handles.hpp"
-#include "gpu/transfer/memory_traffic.hpp"
-#include "gpu/transfer/paths.hpp"
+#include "gpu/device/transfer_paths.hpp"
+#include "tools/link/memory_traffic.hpp"
 
-namespace sluice::gpu {
+namespace sluice::tools {
 
 /// One batch to measure: `blocks` scattered blocks of `block_bytes` each.
 struct TransferCase {
-  PathChoice choice{};
+  gpu::PathChoice choice{};
   bool to_device = true;
   std::uint64_t block_bytes = 0;
   std::uint32_t blocks = 0;
@@ -41,7 +41,7 @@ struct TransferEffort {
 class TransferBench {
  public:
   /// `host`: pinned by the device, of any content; empty: allocated here, `bytes` on either side.
-  TransferBench(CudaDevice& device, std::uint64_t bytes, std::span<std::byte> host = {});
+  TransferBench(gpu::CudaDevice& device, std::uint64_t bytes, std::span<std::byte> host = {});
 
   /// Blocks of this size that fit twice, so that they can be scattered.
   [[nodiscard]] std::uint32_t most_blocks(std::uint64_t block_bytes) const noexcept;
@@ -61,8 +61,8 @@ class TransferBench {
 
  private:
   struct Lap {
-    EventHandle begin;
-    EventHandle end;
+    gpu::EventHandle begin;
+    gpu::EventHandle end;
   };
   [[nodiscard]] static Lap make_lap();
   [[nodiscard]] bool gateable(const TransferCase& what) const noexcept;
@@ -73,7 +73,7 @@ class TransferBench {
   [[nodiscard]] TransferTiming sample(const TransferCase& what, std::uint32_t variant);
   [[nodiscard]] double between_us(cudaEvent_t from, cudaEvent_t to) const;
 
-  CudaDevice& device_;
+  gpu::CudaDevice& device_;
   std::uint64_t bytes_;
   std::unique_ptr<Buffer> owned_host_;
   std::span<std::byte> host_;
@@ -81,8 +81,8 @@ class TransferBench {
   std::unique_ptr<Buffer> gate_memory_;
   Flag* gate_ = nullptr;
   std::uint64_t gate_value_ = 0;
-  std::unique_ptr<QueueStream> stream_;
-  std::unique_ptr<QueueStream> reverse_;
+  std::unique_ptr<gpu::QueueStream> stream_;
+  std::unique_ptr<gpu::QueueStream> reverse_;
   cudaStream_t raw_ = nullptr;          ///< of stream_
   cudaStream_t raw_reverse_ = nullptr;  ///< of reverse_
   Lap lap_;
@@ -95,4 +95,4 @@ class TransferBench {
 /// Median; 0 for none.
 [[nodiscard]] double median(std::vector<double> samples);
 
-}  // namespace sluice::gpu
+}  // namespace sluice::tools

@@ -1,4 +1,4 @@
-#include "gpu/transfer/profile.hpp"
+#include "gpu/device/path_chooser.hpp"
 
 #include <algorithm>
 #include <limits>

@@ -1,4 +1,4 @@
-#include "gpu/transfer/bench.hpp"
+#include "tools/link/bench.hpp"
 
 #include <algorithm>
 #include <chrono>
@@ -11,7 +11,7 @@
 #include "sluice/error.hpp"
 #include "sluice/step/permutation.hpp"
 
-namespace sluice::gpu {
+namespace sluice::tools {
 namespace {
 
 /// Operations that certainly fit into the driver's queue of a stream. One more than fit, and the thread that should
@@ -48,10 +48,10 @@ double median(std::vector<double> samples) {
 }
 
 TransferBench::Lap TransferBench::make_lap() {
-  return {.begin = make_event(cudaEventDefault), .end = make_event(cudaEventDefault)};
+  return {.begin = gpu::make_event(cudaEventDefault), .end = gpu::make_event(cudaEventDefault)};
 }
 
-TransferBench::TransferBench(CudaDevice& device, std::uint64_t bytes, std::span<std::byte> host)
+TransferBench::TransferBench(gpu::CudaDevice& device, std::uint64_t bytes, std::span<std::byte> host)
     : device_(device),
       bytes_(host.empty() ? bytes : std::min<std::uint64_t>(bytes, host.size())),
       owned_host_(host.empty() ? device.allocate_pinned(bytes_) : nullptr),
@@ -117,7 +117,7 @@ void TransferBench::verify(const TransferCase& what) {
   place(what, 0, batch_);
   for (const Copy& copy : batch_) {
     if (what.to_device) {
-      check(cudaMemsetAsync(copy.to, 0xa5, copy.bytes, raw_), "clear a target");
+      gpu::check(cudaMemsetAsync(copy.to, 0xa5, copy.bytes, raw_), "clear a target");
     } else {
       std::memset(copy.to, 0xa5, copy.bytes);
     }
@@ -133,8 +133,8 @@ void TransferBench::check_bytes(const TransferCase& what) {
   for (const Copy& copy : batch_) {
     const std::byte* const on_device = what.to_device ? copy.to : copy.from;
     const std::byte* const on_host = what.to_device ? copy.from : copy.to;
-    check(cudaMemcpyAsync(seen.data(), on_device, seen.size(), cudaMemcpyDeviceToHost, raw_), "read a block back");
-    check(cudaStreamSynchronize(raw_), "read a block back");
+    gpu::check(cudaMemcpyAsync(seen.data(), on_device, seen.size(), cudaMemcpyDeviceToHost, raw_), "read a block back");
+    gpu::check(cudaStreamSynchronize(raw_), "read a block back");
     if (std::memcmp(seen.data(), on_host, seen.size()) != 0)
       throw Error(Errc::device, "transfer bench: wrong bytes after copying " + name_of(what) +
                                     "; choose another path and report this");
@@ -143,7 +143,7 @@ void TransferBench::check_bytes(const TransferCase& what) {
 
 double TransferBench::between_us(cudaEvent_t from, cudaEvent_t to) const {
   float milliseconds = 0.f;
-  check(cudaEventElapsedTime(&milliseconds, from, to), "time a batch");
+  gpu::check(cudaEventElapsedTime(&milliseconds, from, to), "time a batch");
   return static_cast<double>(milliseconds) * 1e3;
 }
 
@@ -153,11 +153,11 @@ TransferTiming TransferBench::sample(const TransferCase& what, std::uint32_t var
   for (int attempt = 1;; ++attempt) {
     finish();
     if (load_ != nullptr) load_->renew();
-    check(cudaEventRecord(lap_.begin.get(), raw_), "time a batch");
+    gpu::check(cudaEventRecord(lap_.begin.get(), raw_), "time a batch");
     const Clock::time_point begin = Clock::now();
     stream_->copy(batch_, what.choice);
     const Clock::time_point enqueued = Clock::now();
-    check(cudaEventRecord(lap_.end.get(), raw_), "time a batch");
+    gpu::check(cudaEventRecord(lap_.end.get(), raw_), "time a batch");
     finish();
     const bool beside_load = load_ != nullptr && load_->running();
     if (load_ != nullptr && !beside_load && attempt < kAttempts) continue;
@@ -208,9 +208,9 @@ std::optional<double> TransferBench::gated_us(const TransferCase& what, int samp
     place(what, static_cast<std::uint32_t>(sample), batch_);
     finish();
     stream_->wait(*gate_, ++gate_value_);
-    check(cudaEventRecord(lap_.begin.get(), raw_), "time a batch");
+    gpu::check(cudaEventRecord(lap_.begin.get(), raw_), "time a batch");
     stream_->copy(batch_, what.choice);
-    check(cudaEventRecord(lap_.end.get(), raw_), "time a batch");
+    gpu::check(cudaEventRecord(lap_.end.get(), raw_), "time a batch");
     gate_->signal(gate_value_);
     finish();
     if (sample != 0) times.push_back(between_us(lap_.begin.get(), lap_.end.get()));
@@ -233,11 +233,11 @@ double TransferBench::both_us(const TransferCase& what, int samples) {
       stream_->wait(*gate_, gate_value_);
       reverse_->wait(*gate_, gate_value_);
     }
-    check(cudaEventRecord(lap_.begin.get(), raw_), "time a batch");
+    gpu::check(cudaEventRecord(lap_.begin.get(), raw_), "time a batch");
     stream_->copy(batch_, what.choice);
     reverse_->copy(reverse_batch_, mirrored.choice);
-    check(cudaEventRecord(lap_.end.get(), raw_), "time a batch");
-    check(cudaEventRecord(reverse_lap_.end.get(), raw_reverse_), "time a batch");
+    gpu::check(cudaEventRecord(lap_.end.get(), raw_), "time a batch");
+    gpu::check(cudaEventRecord(reverse_lap_.end.get(), raw_reverse_), "time a batch");
     gate_->signal(gate_value_);
     finish();
     if (sample == 0) continue;
@@ -247,4 +247,4 @@ double TransferBench::both_us(const TransferCase& what, int samples) {
   return median(times);
 }
 
-}  // namespace sluice::gpu
+}  // namespace sluice::tools

@@ -6,15 +6,16 @@
 #include <memory>
 #include <tuple>
 
-#include "gpu/transfer/calibrate.hpp"
-#include "gpu/transfer/profile.hpp"
+#include "gpu/device/path_chooser.hpp"
 #include "sluice/cuda.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/random.hpp"
+#include "tools/link/calibrate.hpp"
 
 using namespace sluice;
 using namespace sluice::gpu;
+using namespace sluice::tools;
 
 namespace {
 

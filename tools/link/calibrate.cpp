@@ -1,8 +1,8 @@
-#include "gpu/transfer/calibrate.hpp"
+#include "tools/link/calibrate.hpp"
 
 #include <algorithm>
 
-namespace sluice::gpu {
+namespace sluice::tools {
 namespace {
 
 /// More than the host's caches hold, and twice the largest batch, so that blocks can be scattered.
@@ -111,7 +111,8 @@ std::uint32_t fewest_gather_blocks(const std::vector<GatherRate>& rates, double 
   return first == rates.end() ? TransferProfile{}.gather_blocks : first->gather_blocks;
 }
 
-TransferProfile calibrate(CudaDevice& device) {
+TransferProfile calibrate_transfers(Device& any) {
+  gpu::CudaDevice& device = gpu::cuda_device(any, "calibrate_transfers");
   TransferBench bench(device, kBufferBytes);
   TransferProfile profile;
   verify(bench);
@@ -132,4 +133,4 @@ TransferProfile calibrate(CudaDevice& device) {
   return profile;
 }
 
-}  // namespace sluice::gpu
+}  // namespace sluice::tools
