@@ -16,6 +16,4 @@ std::shared_ptr<Device> make_cuda_device(const CudaDeviceOptions&) { throw Error
 
 CudaDeviceFacts cuda_device_facts(int) { throw Error(Errc::unsupported, kAbsent); }
 
-TransferProfile calibrate_transfers(Device&) { throw Error(Errc::unsupported, kAbsent); }
-
 }  // namespace sluice

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "cpu/backend/verbs.hpp"
 #include "cpu/forward/forward_draw.hpp"
 #include "cpu/forward/forward_layer.hpp"
 #include "cpu/forward/forward_marks.hpp"
@@ -80,12 +79,12 @@ std::uint32_t tell_apart(const ForwardMemory& m, const ForwardRow& row, std::uin
 
 }  // namespace
 
-void rank(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
+void rank(const Host& host, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     if (row.pages == 0) return;
     const ScorePagesTask task = rank_task(m, row, index, m.plane(layer, head));
-    host.score_pages({&task, 1}, m.shape, m.layout.dtype, nullptr);
+    score_pages(host, {&task, 1}, m.shape, m.layout.dtype);
     std::uint32_t* const ranked = m.ranked_of(index, row.asks != 0);
     for (std::uint32_t h = 0; h < m.shape.group() && row.page_picks != 0; ++h)
       (void)select_top_k(task.out + std::uint64_t{h} * row.pages, row.pages, row.page_picks,
@@ -93,18 +92,18 @@ void rank(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
   });
 }
 
-void score(Backend& host, const ForwardMemory& m, const ForwardLayer& layer) {
+void score(const Host& host, const ForwardMemory& m, const ForwardLayer& layer) {
   if (!runs(m)) return;
   spread_scores(m, layer);
   std::vector<ScoreInt4Task> tasks;  // Of all heads: each alone would not keep many threads busy.
   for_each_head(m, layer.layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     if (row.ranks() && !row.scored()) tasks.push_back(estimate_task(m, row, index, m.plane(layer.layer, head)));
   });
-  host.score_int4(tasks, m.shape, m.layout, nullptr);
+  score_int4(host, tasks, m.shape, m.layout);
   for (const ScoreInt4Task& task : tasks) perturb(m.shape, task);
 }
 
-void choose(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
+void choose(const Host& host, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
   std::vector<TopKTask> counts;
   std::vector<TopPTask> shares;
@@ -133,10 +132,10 @@ void choose(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
       }
     }
   });
-  host.top_k(counts, nullptr);
+  top_k(host, counts);
   keep_drawn(m, layer);
-  host.top_p(shares, nullptr);
-  host.choose_pages(pages, m.shape, m.layout, nullptr);
+  top_p(host, shares);
+  choose_pages(host, pages, m.shape, m.layout);
 }
 
 void split(const Workers& workers, const ForwardMemory& m, std::uint32_t layer) {

@@ -4,7 +4,7 @@
 
 namespace sluice::cpu {
 
-void cluster(Backend& host, const ForwardMemory& m, const ForwardClustering& clustering) {
+void cluster(const Host& host, const ForwardMemory& m, const ForwardClustering& clustering) {
   for (std::uint32_t layer = 0; layer < m.shape.layers; ++layer) {
     if (!m.clusters_in(layer, clustering)) continue;
     const ForwardMemory in = m.in(layer);
@@ -21,16 +21,16 @@ void cluster(Backend& host, const ForwardMemory& m, const ForwardClustering& clu
               m.centroids_of(clustering.slot, plane) + std::uint64_t{clustering.first_cluster} * m.shape.head_dim,
           .members = m.cluster_members_of(clustering.slot, plane) + clustering.first,
           .starts = m.cluster_starts_of(clustering.slot, plane) + clustering.first_cluster};
-      host.cluster({&task, 1}, nullptr);
+      cluster(host, {&task, 1});
     }
   }
 }
 
-void choose_clusters(Backend& host, const ForwardMemory& m, std::uint32_t layer) {
+void choose_clusters(const Host& host, const ForwardMemory& m, std::uint32_t layer) {
   if (!runs(m)) return;
   for_each_head(m, layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     const ChooseClustersTask task = clusters_task(m, row, index, m.plane(layer, head));
-    if (task.clusters != 0) host.choose_clusters({&task, 1}, m.shape, m.layout, nullptr);
+    if (task.clusters != 0) choose_clusters(host, {&task, 1}, m.shape, m.layout);
   });
 }
 

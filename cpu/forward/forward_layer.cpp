@@ -4,7 +4,6 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu/backend/verbs.hpp"
 #include "cpu/forward/forward_wait.hpp"
 #include "cpu/threads/lent.hpp"
 #include "sluice/step/partial.hpp"
@@ -71,13 +70,13 @@ void attend_rows(const Kernels& kernels, const ForwardMemory& m, const ForwardRo
 
 }  // namespace
 
-void prefill(Backend& host, const Workers& workers, const ForwardMemory& m, const ForwardLayer& layer) {
+void prefill(const Host& host, const ForwardMemory& m, const ForwardLayer& layer) {
   if (!runs(m)) return;
   struct Parts {
     std::vector<float> lse;
     std::vector<std::uint32_t> blocks;
   };
-  const Lent<Parts> lent(workers);  // A worker that is late still writes there.
+  const Lent<Parts> lent(host.workers);  // A worker that is late still writes there.
   auto& [lse, blocks] = *lent;
   const PrefillShape strides{.q_dtype = layer.q.dtype,
                              .out_dtype = layer.out.dtype,
@@ -108,10 +107,10 @@ void prefill(Backend& host, const Workers& workers, const ForwardMemory& m, cons
                                       .count = chunk.count,
                                       .blocks = blocks.data(),
                                       .choices = m.choices_of(m.state->forward, layer.layer, c) + head};
-        host.select_blocks({&choice, 1}, m.prefill, strides, m.shape, nullptr);
+        select_blocks(host, {&choice, 1}, m.prefill, strides, m.shape);
         task.blocks = blocks.data();
       }
-      host.prefill({&task, 1}, strides, m.shape, nullptr);
+      prefill(host, {&task, 1}, strides, m.shape);
       for (std::size_t i = 0; i < lse.size() && layer.lse != nullptr; ++i)
         layer.lse[(chunk.at + i / m.shape.group()) * m.shape.q_heads + head + i % m.shape.group()] = lse[i];
     }

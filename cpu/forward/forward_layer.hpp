@@ -4,9 +4,10 @@
 #include <cstring>
 #include <limits>
 
-#include "cpu/backend/backend.hpp"
-#include "cpu/backend/verbs.hpp"
 #include "cpu/kernels/kernels.hpp"
+#include "cpu/stages/rows.hpp"
+#include "cpu/stages/sharing.hpp"
+#include "cpu/stages/stages.hpp"
 #include "cpu/threads/workers.hpp"
 #include "sluice/step/forward_verbs.hpp"
 
@@ -87,22 +88,19 @@ void acquire_rows(const Kernels& kernels, const ForwardMemory& memory);
 /// Fills those of rows that were listed to come near, see ForwardVerbs::fill.
 void fill_rows(const Kernels& kernels, const ForwardMemory& memory);
 void append(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
-/// `workers`: of `host`.
-void prefill(Backend& host, const Workers& workers, const ForwardMemory& memory, const ForwardLayer& layer);
-void rank(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
-void score(Backend& host, const ForwardMemory& memory, const ForwardLayer& layer);
+void prefill(const Host& host, const ForwardMemory& memory, const ForwardLayer& layer);
+void rank(const Host& host, const ForwardMemory& memory, std::uint32_t layer);
+void score(const Host& host, const ForwardMemory& memory, const ForwardLayer& layer);
 /// The caller's scores to where rows that are scored() choose by them.
 void spread_scores(const ForwardMemory& memory, const ForwardLayer& layer);
 void propose(const ForwardMemory& memory, std::uint32_t layer);
-void choose(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
-void choose_clusters(Backend& host, const ForwardMemory& memory, std::uint32_t layer);
+void choose(const Host& host, const ForwardMemory& memory, std::uint32_t layer);
+void choose_clusters(const Host& host, const ForwardMemory& memory, std::uint32_t layer);
 /// Outside of layers.
-void cluster(Backend& host, const ForwardMemory& memory, const ForwardClustering& clustering);
+void cluster(const Host& host, const ForwardMemory& memory, const ForwardClustering& clustering);
 void split(const Workers& workers, const ForwardMemory& memory, std::uint32_t layer);
 void attend(const Workers& workers, const Kernels& kernels, const ForwardMemory& memory, std::uint32_t layer);
-/// `workers`: of `host`.
-void attend_whole(Backend& host, const Workers& workers, const Kernels& kernels, const ForwardMemory& memory,
-                  const ForwardLayer& layer);
+void attend_whole(const Host& host, const ForwardMemory& memory, const ForwardLayer& layer);
 /// Queries of rows that choose, or of teams, to both sides.
 void append_queries(const Kernels& kernels, const ForwardMemory& memory, const ForwardLayer& layer);
 /// Of a team what some of its rows see and others do not, into what it has attended near.

@@ -1,7 +1,6 @@
 // Rows of a team that attend together: what they ask, and what some of them see and others do not.
 #include <algorithm>
 
-#include "cpu/backend/verbs.hpp"
 #include "cpu/forward/forward_layer.hpp"
 #include "sluice/step/forward_tasks.hpp"
 #include "sluice/step/partial.hpp"

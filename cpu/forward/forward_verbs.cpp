@@ -142,13 +142,13 @@ void queue(const ForwardMemory& m, void* stream, const char* verb, Run run) {
 }  // namespace
 
 ForwardVerbs::ForwardVerbs(const Workers& workers, const Kernels* kernels)
-    : workers_(workers), kernels_(kernels != nullptr ? *kernels : fastest_kernels()), host_(workers, &kernels_) {}
+    : host_{.workers = workers, .kernels = kernels != nullptr ? *kernels : fastest_kernels()} {}
 
 void ForwardVerbs::apply(const ForwardMemory& memory, ForwardSide& /*side*/, void* stream) {
-  queue(memory, stream, "apply", [this, memory] { cpu::apply(kernels_, memory); });
+  queue(memory, stream, "apply", [this, memory] { cpu::apply(host_.kernels, memory); });
 }
 void ForwardVerbs::fill(const ForwardMemory& memory, ForwardSide& /*side*/, void* stream) {
-  queue(memory, stream, "fill", [this, memory] { cpu::fill_rows(kernels_, memory); });
+  queue(memory, stream, "fill", [this, memory] { cpu::fill_rows(host_.kernels, memory); });
 }
 void ForwardVerbs::cluster(const ForwardMemory& memory, std::span<const ForwardClustering> clusterings, void* stream) {
   queue(memory, stream, "cluster", [this, memory, all = std::vector(clusterings.begin(), clusterings.end())] {
@@ -157,17 +157,18 @@ void ForwardVerbs::cluster(const ForwardMemory& memory, std::span<const ForwardC
 }
 void ForwardVerbs::derive(const ForwardMemory& memory, std::uint32_t plane, std::span<const FarPage> pages,
                           const float* mean, void* stream) {
-  run_or_enqueue(static_cast<Stream*>(stream), "derive",
-                 [this, memory, plane, pages, mean] { cpu::derive(workers_, kernels_, memory, plane, pages, mean); });
+  run_or_enqueue(static_cast<Stream*>(stream), "derive", [this, memory, plane, pages, mean] {
+    cpu::derive(host_.workers, host_.kernels, memory, plane, pages, mean);
+  });
 }
 void ForwardVerbs::begin(const ForwardMemory& memory, void* stream) {
   queue(memory, stream, "begin", [memory] { cpu::begin(memory); });
 }
 void ForwardVerbs::append(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(memory, layer.stream, "append", [this, memory, layer] { cpu::append(kernels_, memory, layer); });
+  queue(memory, layer.stream, "append", [this, memory, layer] { cpu::append(host_.kernels, memory, layer); });
 }
 void ForwardVerbs::prefill(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(memory, layer.stream, "prefill", [this, memory, layer] { cpu::prefill(host_, workers_, memory, layer); });
+  queue(memory, layer.stream, "prefill", [this, memory, layer] { cpu::prefill(host_, memory, layer); });
 }
 void ForwardVerbs::rank(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "rank", [this, memory, at = layer.layer] { cpu::rank(host_, memory, at); });
@@ -185,21 +186,20 @@ void ForwardVerbs::choose(const ForwardMemory& memory, const ForwardLayer& layer
   });
 }
 void ForwardVerbs::split(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(memory, layer.stream, "split", [this, memory, at = layer.layer] { cpu::split(workers_, memory, at); });
+  queue(memory, layer.stream, "split", [this, memory, at = layer.layer] { cpu::split(host_.workers, memory, at); });
 }
 void ForwardVerbs::attend(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "attend",
-        [this, memory, at = layer.layer] { cpu::attend(workers_, kernels_, memory, at); });
+        [this, memory, at = layer.layer] { cpu::attend(host_.workers, host_.kernels, memory, at); });
 }
 void ForwardVerbs::attend_whole(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(memory, layer.stream, "attend_whole",
-        [this, memory, layer] { cpu::attend_whole(host_, workers_, kernels_, memory, layer); });
+  queue(memory, layer.stream, "attend_whole", [this, memory, layer] { cpu::attend_whole(host_, memory, layer); });
 }
 void ForwardVerbs::promote(const ForwardMemory& memory, const ForwardLayer& layer) {
   queue(memory, layer.stream, "promote", [memory, at = layer.layer] { cpu::promote(memory, at); });
 }
 void ForwardVerbs::fetch(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(memory, layer.stream, "fetch", [this, memory, at = layer.layer] { cpu::fetch(kernels_, memory, at); });
+  queue(memory, layer.stream, "fetch", [this, memory, at = layer.layer] { cpu::fetch(host_.kernels, memory, at); });
 }
 void ForwardVerbs::await_answer(const ForwardMemory& memory, void* stream) {
   queue(memory, stream, "await_answer", [memory] { cpu::await_answer(memory); });
@@ -213,10 +213,10 @@ void ForwardVerbs::tell_read(const ForwardMemory& memory, std::uint64_t forward,
         [memory, forward] { shared(memory.slip->read).store(forward, std::memory_order_release); });
 }
 void ForwardVerbs::merge(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(memory, layer.stream, "merge", [this, memory, layer] { cpu::merge(kernels_, memory, layer); });
+  queue(memory, layer.stream, "merge", [this, memory, layer] { cpu::merge(host_.kernels, memory, layer); });
 }
 void ForwardVerbs::audit(const ForwardMemory& memory, const ForwardLayer& layer) {
-  queue(memory, layer.stream, "audit", [this, memory, layer] { cpu::audit(kernels_, memory, layer); });
+  queue(memory, layer.stream, "audit", [this, memory, layer] { cpu::audit(host_.kernels, memory, layer); });
 }
 void ForwardVerbs::stamp(const ForwardMemory& memory, std::uint32_t layer, Stage stage, void* stream) {
   queue(memory, stream, "stamp", [memory, layer, stage] { cpu::stamp(memory, layer, stage); });

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "cpu/backend/backend.hpp"
 #include "cpu/kernels/kernels.hpp"
+#include "cpu/stages/stages.hpp"
 #include "cpu/threads/workers.hpp"
 #include "sluice/step/forward_verbs.hpp"
 
@@ -51,9 +51,7 @@ class ForwardVerbs final : public sluice::ForwardVerbs {
   void end(const ForwardMemory& memory, void* stream) override;
 
  private:
-  const Workers& workers_;
-  const Kernels& kernels_;
-  Backend host_;  ///< of both
+  Host host_;
 };
 
 }  // namespace sluice::cpu

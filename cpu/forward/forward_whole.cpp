@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "cpu/backend/verbs.hpp"
 #include "cpu/forward/forward_layer.hpp"
 #include "cpu/threads/lent.hpp"
 #include "sluice/step/partial.hpp"
@@ -45,15 +44,14 @@ void put_whole(const Kernels& kernels, const ForwardMemory& m, const ForwardLaye
 }  // namespace
 
 // What lies near lies in far memory, too, here as fast and page by page.
-void attend_whole(Backend& host, const Workers& workers, const Kernels& kernels, const ForwardMemory& m,
-                  const ForwardLayer& layer) {
+void attend_whole(const Host& host, const ForwardMemory& m, const ForwardLayer& layer) {
   if (!runs(m)) return;
   std::vector<std::uint32_t> near;
-  if (m.near_pages != 0) near = count_near(workers, m, layer.layer);
+  if (m.near_pages != 0) near = count_near(host.workers, m, layer.layer);
   struct Pages {
     std::vector<std::vector<PageRun>> runs;
   };
-  const Lent<Pages> pages(workers);
+  const Lent<Pages> pages(host.workers);
   pages->runs.resize(m.bucket.decode_rows);
   std::vector<AttendTask> tasks;
   for_each_head(m, layer.layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
@@ -70,11 +68,12 @@ void attend_whole(Backend& host, const Workers& workers, const Kernels& kernels,
     m.state->near_tokens += here;
     m.state->fetched_tokens += row.tokens - here;
   });
-  host.attend(tasks, m.shape, nullptr);
+  attend(host, tasks, m.shape);
   for_each_head(m, layer.layer, [&](const ForwardRow& row, std::uint32_t head, std::uint32_t index) {
     for (std::uint32_t g = 0; g < m.shape.group(); ++g) {
       const std::uint64_t h = first_head(m, index) + g;
-      put_whole(kernels, m, layer, row, head * m.shape.group() + g, m.near_out + h * m.shape.head_dim, m.near_lse[h]);
+      put_whole(host.kernels, m, layer, row, head * m.shape.group() + g, m.near_out + h * m.shape.head_dim,
+                m.near_lse[h]);
     }
   });
 }

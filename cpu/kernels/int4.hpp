@@ -16,7 +16,7 @@ inline void settle(float (&values)[kCount]) noexcept {
   __asm__ __volatile__("" : "+m"(values));
 }
 
-/// The Hadamard rotation of a head in place, see CodeLayout; the same operations in the same order on every backend.
+/// The Hadamard rotation of a head in place, see CodeLayout; the same operations in the same order on every device.
 inline void rotate(float* x, std::uint32_t head_dim) noexcept {
   const std::uint32_t block = rotation_block(head_dim);
   for (std::uint32_t apart = 1; apart < block; apart *= 2) {
@@ -84,7 +84,7 @@ inline Int4Params int4_params(const float* row, const CodeLayout& layout) noexce
   }
   if (nan != 0) return {__builtin_nanf(""), __builtin_nanf("")};
   const auto [least, most] = range_of(row, head_dim);
-  // The same operations in the same order on every backend: the copies are equal bit by bit.
+  // The same operations in the same order on every device: the copies are equal bit by bit.
   float scale = (most - least) / layout.steps();
   scale = scale < CodeLayout::kSmallest ? CodeLayout::kSmallest : scale;
   scale = scale < CodeLayout::kLargest ? scale : CodeLayout::kLargest;

@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 
 #include "gpu/device/cuda_device.hpp"
-#include "gpu/transfer/calibrate.hpp"
 
 namespace sluice {
 namespace {
@@ -26,20 +25,9 @@ std::uint32_t cuda_devices() noexcept {
 }
 
 std::shared_ptr<Device> make_cuda_device(const CudaDeviceOptions& options) {
-  const bool calibrate =
-      options.calibrate_at_start && options.profile == nullptr && options.transfer == TransferPath::automatic;
-  if (!calibrate) return std::make_shared<gpu::CudaDevice>(options);
-  // On a device of its own, as a device's profile is fixed when it is made.
-  CudaDeviceOptions calibrated = options;
-  gpu::CudaDevice bench(CudaDeviceOptions{.ordinal = options.ordinal});
-  calibrated.profile = std::make_shared<const TransferProfile>(gpu::calibrate(bench));
-  return std::make_shared<gpu::CudaDevice>(calibrated);
+  return std::make_shared<gpu::CudaDevice>(options);
 }
 
 CudaDeviceFacts cuda_device_facts(int ordinal) { return gpu::facts_of(ordinal); }
-
-TransferProfile calibrate_transfers(Device& device) {
-  return gpu::calibrate(gpu::cuda_device(device, "calibrate_transfers"));
-}
 
 }  // namespace sluice

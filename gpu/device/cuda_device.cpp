@@ -156,9 +156,8 @@ CudaDevice::CudaDevice(const CudaDeviceOptions& options) {
            .visible_bus_ids = visible_bus_ids()};
   peak_memory_gbps_ = peak_memory_gbps(options.ordinal);
   multiprocessors_ = static_cast<std::uint32_t>(properties.multiProcessorCount);
-  const KernelLimits limits = load_kernels_for(properties);
-  backend_ = std::make_unique<Backend>(multiprocessors_, limits);
-  forward_verbs_ = std::make_unique<ForwardVerbs>(options.ordinal, multiprocessors_, limits, options.link_rows);
+  limits_ = load_kernels_for(properties);
+  forward_verbs_ = std::make_unique<ForwardVerbs>(options.ordinal, multiprocessors_, limits_, options.link_rows);
   core_ = std::make_shared<DeviceCore>(options, limit);
   const HandoverFacts handover = handover_facts(options.ordinal, core_->memory_operations);
   info_.handover = advised_handover(handover);

@@ -4,10 +4,10 @@
 #include <memory>
 #include <string>
 
-#include "gpu/backend/backend.hpp"
 #include "gpu/device/cuda_stream_impl.hpp"
 #include "gpu/device/device_core.hpp"
 #include "gpu/forward/forward_verbs.hpp"
+#include "gpu/kernels/load_all.hpp"
 #include "sluice/cuda.hpp"
 #include "sluice/device.hpp"
 
@@ -38,13 +38,12 @@ class CudaDevice final : public Device {
   /// The link as the transfer profile has it.
   [[nodiscard]] DeviceRates rates(std::uint64_t page_bytes) const override;
 
-  /// Stages one by one, on this device's streams. It lives as long as the device.
-  [[nodiscard]] Backend& backend() noexcept { return *backend_; }
   /// As create_stream, for callers that choose paths.
   [[nodiscard]] std::unique_ptr<QueueStream> create_queue(const std::string& name);
   [[nodiscard]] const PathChooser& chooser() const noexcept { return core_->chooser; }
   [[nodiscard]] bool memory_operations() const noexcept { return core_->memory_operations; }
   [[nodiscard]] std::uint32_t multiprocessors() const noexcept { return multiprocessors_; }
+  [[nodiscard]] const KernelLimits& limits() const noexcept { return limits_; }
   [[nodiscard]] int ordinal() const noexcept { return core_->ordinal; }
 
  private:
@@ -52,7 +51,7 @@ class CudaDevice final : public Device {
   std::uint32_t multiprocessors_ = 0;
   double peak_memory_gbps_ = 0.0;  ///< 0 if unknown
   std::shared_ptr<DeviceCore> core_;
-  std::unique_ptr<Backend> backend_;
+  KernelLimits limits_;
   std::unique_ptr<ForwardVerbs> forward_verbs_;
 };
 

@@ -7,7 +7,7 @@
 
 #include "gpu/device/cuda_stream.hpp"
 #include "gpu/device/device_core.hpp"
-#include "gpu/transfer/paths.hpp"
+#include "gpu/device/transfer_paths.hpp"
 
 namespace sluice::gpu {
 

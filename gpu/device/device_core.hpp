@@ -12,9 +12,9 @@
 #include "gpu/device/handles.hpp"
 #include "gpu/device/memory_map.hpp"
 #include "gpu/device/param_ring.hpp"
+#include "gpu/device/path_chooser.hpp"
+#include "gpu/device/transfer_paths.hpp"
 #include "gpu/device/watchdog.hpp"
-#include "gpu/transfer/paths.hpp"
-#include "gpu/transfer/profile.hpp"
 #include "sluice/cuda.hpp"
 
 namespace sluice::gpu {

@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <string>
 
-#include "gpu/backend/cluster_items.hpp"
-#include "gpu/backend/verbs.hpp"
 #include "gpu/device/current_device.hpp"
 #include "gpu/forward/forward_verbs.hpp"
 #include "gpu/kernels/select/choose_clusters.hpp"
+#include "gpu/stages/cluster_items.hpp"
+#include "gpu/stages/shapes.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::gpu {

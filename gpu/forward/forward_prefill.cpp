@@ -1,11 +1,11 @@
 // Chunks of prompts in a forward: where their kernels work, dense or in chosen blocks.
 
-#include "gpu/backend/flex_room.hpp"
-#include "gpu/backend/verbs.hpp"
 #include "gpu/device/current_device.hpp"
 #include "gpu/device/driver.hpp"
 #include "gpu/forward/forward_verbs.hpp"
 #include "gpu/kernels/prefill/prefill.hpp"
+#include "gpu/stages/flex_room.hpp"
+#include "gpu/stages/shapes.hpp"
 #include "sluice/step/prefill_choice.hpp"
 
 namespace sluice::gpu {

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <string>
 
-#include "gpu/backend/verbs.hpp"
 #include "gpu/device/current_device.hpp"
 #include "gpu/forward/forward_clusters.hpp"
 #include "gpu/forward/forward_verbs.hpp"
 #include "gpu/kernels/index/int4.hpp"
+#include "gpu/stages/shapes.hpp"
 #include "sluice/error.hpp"
 #include "sluice/step/carver.hpp"
 

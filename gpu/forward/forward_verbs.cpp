@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "gpu/backend/verbs.hpp"
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/device/current_device.hpp"
 #include "gpu/device/driver.hpp"
@@ -14,6 +13,7 @@
 #include "gpu/kernels/select/choose_pages.hpp"
 #include "gpu/kernels/select/score.hpp"
 #include "gpu/kernels/transfer/signal.hpp"
+#include "gpu/stages/shapes.hpp"
 
 namespace sluice::gpu {
 namespace {

@@ -2,11 +2,7 @@
 
 #include "gpu/device/driver.hpp"
 #include "gpu/kernels/attend/attend.hpp"
-#include "gpu/kernels/attend/merge.hpp"
 #include "gpu/kernels/cluster/cluster.hpp"
-#include "gpu/kernels/index/append.hpp"
-#include "gpu/kernels/index/convert.hpp"
-#include "gpu/kernels/index/digest.hpp"
 #include "gpu/kernels/index/int4.hpp"
 #include "gpu/kernels/prefill/flex.hpp"
 #include "gpu/kernels/prefill/prefill.hpp"
@@ -21,17 +17,12 @@
 namespace sluice::gpu {
 
 KernelLimits load_all_kernels() {
-  load_append_kernels();
   load_attend_kernels();
   load_cluster_kernels();
   load_choose_clusters_kernels();
   load_choose_pages_kernels();
-  load_convert_kernels();
-  load_digest_kernels();
   load_gather_kernels();
-  load_merge_kernels();
   load_prefill_kernels();
-  load_codes_kernels();
   load_score_int4_kernels();
   load_score_kernels();
   load_select_blocks_kernels();

@@ -76,8 +76,6 @@ struct CudaDeviceOptions {
   TransferPath transfer = TransferPath::automatic;
   /// Null: built-in crossovers, measured on one H200 over PCIe 5.
   std::shared_ptr<const TransferProfile> profile{};
-  /// Without a profile, and if `transfer` is automatic: measure one first, as calibrate_transfers does.
-  bool calibrate_at_start = false;
   /// Far rows of a layer, at most, that the device attends itself, over the link, rather than ask the CPU: each KV head
   /// of each sequence as many as its share of them, up to 64, and 32 of what one thread block looks after (where a
   /// bucket has less than 4,096 tokens, that is all), and none if it has more far rows. A layer all of whose far rows
@@ -103,13 +101,7 @@ struct CudaDeviceFacts {
 
 /// @throws Error{Errc::unsupported} in a build without CUDA, on a machine without driver or GPU, and for a GPU that
 ///         cannot serve; Error{Errc::device} naming the cause if there is no such GPU beside others, or if this build
-///         has no kernels for it; if it is to calibrate, as calibrate_transfers.
+///         has no kernels for it.
 [[nodiscard]] std::shared_ptr<Device> make_cuda_device(const CudaDeviceOptions& options = {});
-
-/// Measures every path, first on an idle device and then beside a kernel that keeps its memory busy, for 1 to 2 s
-/// together. Allocates meanwhile about 0.5 GiB of the device's memory and 0.2 GiB of the host's, pinned. Where kernels
-/// run one at a time, as under some tools, there are no busy samples.
-/// @throws Error{Errc::out_of_capacity}; Error{Errc::device}; Error{Errc::invalid_argument} if `device` is no CUDA device.
-[[nodiscard]] TransferProfile calibrate_transfers(Device& device);
 
 }  // namespace sluice

@@ -1,7 +1,7 @@
 // Quest (Tang et al., arXiv 2406.10774): pages of 16 tokens, ranked by an upper bound of q.k from the elementwise
 // maximum and minimum of their keys, per query head; the best 1,024 tokens' worth are attended whole. The open page is
 // always attended, as in the CUDA code; sinks are not forced; the first two layers attend densely.
-//   digest, ranking   Backend::digest, Backend::score_pages, Backend::top_k
+//   digest, ranking   digests, score_pages, top_k
 
 #include "scheduler/policy/policies.hpp"
 #include "sluice/page_rules.hpp"

@@ -1,5 +1,5 @@
 // Tactic (Zhu et al., arXiv 2502.12216), with the paper's parameters. Where its parts are:
-//   section 4.2        the backends' verb `cluster`     k-means over the keys of each KV head
+//   section 4.2        the stage `cluster`     k-means over the keys of each KV head
 //   section 4.3        clusters/cluster_source.cpp      clusters by q.centroid, per query head
 //   section 4.4, B     clusters/curve_fit.cpp           how many tokens hold the share P
 //   section 4.5        here                             the union over the group's query heads

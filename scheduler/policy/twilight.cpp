@@ -1,7 +1,7 @@
 // Twilight (Lin et al., arXiv 2502.02770): a generous selector, here Quest's page ranking with 8,192 tokens, whose
 // choice is pruned by the attention weights that a 4-bit copy of the keys estimates: each query head keeps the fewest
 // tokens that hold 95% of them. The first two layers attend densely.
-//   copies, estimates, top-p   Backend::make_codes, Backend::score_int4, Backend::top_p
+//   copies, estimates, top-p   copies in codes, score_int4, top_p
 // Where the paper is silent: the sink and the newest page are always attended, and count first in the share (see
 // sluice/top_p.hpp); they cost a few tokens, and a ranking that misses them loses much. The repository's kernel starts
 // its search at the first token's weight and stops at a gap of 1e-5; here it starts at the largest and ends when

@@ -1,17 +1,18 @@
 #include <memory>
 #include <vector>
 
-#include "cpu/backend/backend.hpp"
-#include "tests/cpu/backend_cases.hpp"
-#include "tests/support/backend_under_test.hpp"
+#include "cpu/forward/forward_verbs.hpp"
+#include "tests/cpu/stage_support.hpp"
+#include "tests/support/stages_under_test.hpp"
 
 namespace sluice::test {
 namespace {
 
-/// Verbs compute before they return, in ordinary memory.
-class CpuUnderTest final : public BackendUnderTest {
+/// Stages compute before they return, in ordinary memory.
+class CpuUnderTest final : public StagesUnderTest {
  public:
-  Backend& backend() override { return backend_; }
+  tools::Stages& stages() override { return stages_; }
+  ForwardVerbs& forward_verbs() override { return verbs_; }
   Stream* stream() override { return nullptr; }
   std::byte* memory(std::uint64_t bytes) override {
     return blocks_.emplace_back(bytes / sizeof(Line) + 1).front().bytes;
@@ -22,12 +23,13 @@ class CpuUnderTest final : public BackendUnderTest {
   struct alignas(64) Line {
     std::byte bytes[64];
   };
-  cpu::Backend backend_{workers(3)};
+  tools::HostStages stages_{{.workers = workers(3)}};
+  cpu::ForwardVerbs verbs_{workers(3)};
   std::vector<std::vector<Line>> blocks_;
 };
 
 }  // namespace
 
-std::unique_ptr<BackendUnderTest> backend_under_test() { return std::make_unique<CpuUnderTest>(); }
+std::unique_ptr<StagesUnderTest> stages_under_test() { return std::make_unique<CpuUnderTest>(); }
 
 }  // namespace sluice::test

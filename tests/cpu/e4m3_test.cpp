@@ -6,7 +6,6 @@
 #include <cstring>
 #include <limits>
 
-#include "cpu/backend/verbs.hpp"
 #include "cpu/float16.hpp"
 #include "cpu/kernels/kernels.hpp"
 #include "tests/support/catch.hpp"

@@ -1,6 +1,6 @@
 // The parts of FlexPrefill's choice where exact ties and empty sums decide.
 
-#include "cpu/backend/flex_choice.hpp"
+#include "cpu/stages/flex_choice.hpp"
 
 #include <cmath>
 #include <limits>

@@ -149,7 +149,7 @@ TEST_CASE("memory is filled when its stream gets there", "[host_device]") {
   REQUIRE(bytes[0] == std::byte{1});
 }
 
-TEST_CASE("a stream of another device is refused", "[host_device][backend]") {
+TEST_CASE("a stream of another device is refused", "[host_device][stages]") {
   class Alien final : public Stream {
     void copy(std::span<const Copy>) override {}
     void fill(std::span<std::byte>, std::byte) override {}

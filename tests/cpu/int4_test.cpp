@@ -5,9 +5,9 @@
 #include <cstring>
 #include <vector>
 
-#include "cpu/backend/verbs.hpp"
 #include "cpu/kernels/kernels.hpp"
-#include "tests/cpu/backend_cases.hpp"
+#include "cpu/stages/rows.hpp"
+#include "tests/cpu/stage_support.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/int4_support.hpp"
 

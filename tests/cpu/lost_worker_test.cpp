@@ -7,15 +7,17 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/backend/backend.hpp"
-#include "cpu/backend/rates.hpp"
 #include "cpu/device/host_device.hpp"
+#include "cpu/forward/forward_verbs.hpp"
 #include "cpu/machine/host_pool.hpp"
+#include "cpu/threads/rates.hpp"
 #include "sluice/error.hpp"
 #include "sluice/page_rules.hpp"
 #include "sluice/step/prefill_choice.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/derived_pages.hpp"
 #include "tests/support/stall.hpp"
+#include "tools/stages/host_stages.hpp"
 
 namespace sluice::test {
 namespace {
@@ -27,7 +29,7 @@ constexpr AttentionShape kShape{.layers = 1, .q_heads = 8, .kv_heads = 2, .head_
 constexpr PageLayout kLayout{.page_tokens = kPageTokens, .head_dim = 64, .dtype = DType::f32};
 constexpr std::uint32_t kGroup = 4;
 
-/// The callers' own memory: it stays. One KV head's pages, and room for whatever the verbs write.
+/// The callers' own memory: it stays. One KV head's pages, and room for whatever stages write.
 struct Tensors {
   std::vector<std::byte> pages = std::vector<std::byte>(kPages * kLayout.page_bytes());
   std::vector<std::uint32_t> indices = [] {
@@ -44,13 +46,13 @@ struct Tensors {
   std::vector<float> out = std::vector<float>(std::size_t{kTokens} * kShape.q_heads * kShape.head_dim);
   std::vector<float> lse = std::vector<float>(std::size_t{kTokens} * kShape.q_heads);
   std::vector<std::uint32_t> words = std::vector<std::uint32_t>(std::size_t{kTokens} * kGroup);
-  std::vector<Partial> parts;
+  std::vector<FarPage> far_pages;
   std::vector<PrefillChoice> choices = std::vector<PrefillChoice>(kGroup);
 
   Tensors() {
     for (std::size_t i = 0; i < pages.size() / sizeof(float); ++i)
       reinterpret_cast<float*>(pages.data())[i] = static_cast<float>(i * 2654435761u % 1000) * 1e-3f;
-    parts.assign(64, {.out = floats.data(), .lse = lse.data()});
+    for (std::uint32_t i = 0; i < kPages; ++i) far_pages.push_back({.block = i, .rows = kPageTokens});
   }
   [[nodiscard]] KvView kv() { return {.base = pages.data(), .frames = indices.data(), .layout = kLayout}; }
   [[nodiscard]] std::byte* bytes_out() { return reinterpret_cast<std::byte*>(out.data()); }
@@ -71,93 +73,73 @@ std::vector<Task> repeat(const Task& task, std::size_t count) {
   return std::vector<Task>(count, task);
 }
 
-/// A verb of a backend that goes with the call.
+/// A stage of what goes with the call.
 template <class Verb>
 std::function<void(const cpu::Workers&, Tensors&)> verb(Verb run) {
   return [run](const cpu::Workers& workers, Tensors& t) {
-    const auto backend = std::make_unique<cpu::Backend>(workers);
+    const auto stages = std::make_unique<tools::HostStages>(cpu::Host{.workers = workers});
     const auto shape = std::make_unique<AttentionShape>(kShape);
     const auto layout = std::make_unique<PageLayout>(kLayout);
     const auto strides = std::make_unique<PrefillShape>(kStrides);
-    run(*backend, t, *shape, *layout, *strides);
+    run(*stages, t, *shape, *layout, *strides);
   };
 }
 
-using cpu::Backend;
-
 const std::vector<Call> kCalls{
-    {"append", verb([](Backend& backend, Tensors& t, auto&, auto& layout, auto&) {
-       const AppendTask task{.k = t.q(), .v = t.q(), .dtype = DType::f32, .token_stride = 64, .page = t.pages.data(), .count = kPageTokens};
-       std::vector<AppendTask> tasks = repeat(task, kPages);
-       for (std::uint32_t i = 0; i < kPages; ++i) tasks[i].page += i * kLayout.page_bytes();
-       backend.append(tasks, layout, nullptr);
-     })},
-    {"digest", verb([](Backend& backend, Tensors& t, auto&, auto& layout, auto&) {
-       std::vector<DigestTask> tasks;
-       for (std::uint32_t i = 0; i < kPages; ++i)
-         tasks.push_back({.page = t.pages.data() + i * kLayout.page_bytes(), .out = t.bytes_out() + i * 1024});
-       backend.digest(tasks, DigestKind::box, layout, nullptr);
-     })},
-    {"score_pages", verb([](Backend& backend, Tensors& t, auto& shape, auto&, auto&) {
+    {"score_pages", verb([](tools::Stages& stages, Tensors& t, auto& shape, auto&, auto&) {
        const ScorePagesTask task{.q = t.floats.data(), .digests = t.pages.data(), .frames = t.indices.data(), .pages = 2048, .out = t.out.data()};
        std::vector<ScorePagesTask> tasks = repeat(task, 4);
        for (std::uint32_t i = 0; i < 4; ++i) tasks[i].out += i * 2048 * kGroup;
-       backend.score_pages(tasks, shape, DType::f32, nullptr);
+       stages.score_pages(tasks, shape, DType::f32, nullptr);
      })},
-    {"top_k", verb([](Backend& backend, Tensors& t, auto&, auto&, auto&) {
+    {"top_k", verb([](tools::Stages& stages, Tensors& t, auto&, auto&, auto&) {
        std::vector<TopKTask> tasks;
        for (std::uint32_t i = 0; i < 4; ++i)
          tasks.push_back({.values = std::span(t.floats).subspan(i * 65536, 65536), .k = 64, .out = t.words.data() + i * 64});
-       backend.top_k(tasks, nullptr);
+       stages.top_k(tasks, nullptr);
      })},
-    {"make_codes", verb([](Backend& backend, Tensors& t, auto&, auto& layout, auto&) {
-       std::vector<CodesTask> tasks;
-       for (std::uint32_t i = 0; i < kPages; ++i)
-         tasks.push_back({.page = t.pages.data() + i * kLayout.page_bytes(),
-                          .rows = kPageTokens,
-                          .out = t.bytes_out() + i * CodeLayout(kLayout).page_bytes()});
-       backend.make_codes(tasks, layout, nullptr);
-     })},
-    {"score_int4", verb([](Backend& backend, Tensors& t, auto& shape, auto& layout, auto&) {
+    {"derive",
+     [](const cpu::Workers& workers, Tensors& t) {
+       const auto verbs = std::make_unique<cpu::ForwardVerbs>(workers);
+       derive(*verbs,
+              {.kv = t.kv(),
+               .tokens = kTokens,
+               .codes = t.bytes_out(),
+               .mean = nullptr,
+               .digests = t.bytes_out() + 8 * MiB / 4},
+              t.far_pages, nullptr);
+     }},
+    {"score_int4", verb([](tools::Stages& stages, Tensors& t, auto& shape, auto& layout, auto&) {
        std::vector<ScoreInt4Task> tasks;
        for (std::uint32_t i = 0; i < 4; ++i)
          tasks.push_back({.q = t.floats.data(), .copies = t.pages.data(), .frames = t.indices.data(), .tokens = kTokens, .out = t.out.data() + i * kTokens * kGroup});
-       backend.score_int4(tasks, shape, layout, nullptr);
+       stages.score_int4(tasks, shape, layout, nullptr);
      })},
-    {"top_p", verb([](Backend& backend, Tensors& t, auto&, auto&, auto&) {
+    {"top_p", verb([](tools::Stages& stages, Tensors& t, auto&, auto&, auto&) {
        std::vector<TopPTask> tasks;
        for (std::uint32_t i = 0; i < 4; ++i)
          tasks.push_back({.values = std::span(t.floats).subspan(i * 65536, 65536), .p = 0.5f, .mask = t.words.data() + i * 2048});
-       backend.top_p(tasks, nullptr);
+       stages.top_p(tasks, nullptr);
      })},
-    {"attend", verb([](Backend& backend, Tensors& t, auto& shape, auto&, auto&) {
+    {"attend", verb([](tools::Stages& stages, Tensors& t, auto& shape, auto&, auto&) {
        const AttendTask runs{.q = t.floats.data(), .kv = t.kv(), .runs = t.runs, .tokens = {}, .members = {}, .scores = {}, .out = {.out = t.out.data(), .lse = t.lse.data()}};
        const AttendTask tokens{.q = t.floats.data(), .kv = t.kv(), .runs = {}, .tokens = t.indices, .members = {}, .scores = {}, .out = {.out = t.out.data() + 1024, .lse = t.lse.data() + 64}};
        const std::vector<AttendTask> tasks{runs, tokens};
-       backend.attend(tasks, shape, nullptr);
+       stages.attend(tasks, shape, nullptr);
      })},
-    {"merge", verb([](Backend& backend, Tensors& t, auto& shape, auto&, auto&) {
-       std::vector<MergeTask> tasks;
-       for (std::uint32_t i = 0; i < 16; ++i)
-         tasks.push_back({.parts = t.parts, .out = t.bytes_out() + i * 2048, .lse = nullptr});
-       backend.merge(tasks, shape, DType::f32, nullptr);
-     })},
-    {"to_f32", verb([](Backend& backend, Tensors& t, auto&, auto&, auto&) {
-       backend.to_f32(dense_view(std::as_const(t).floats.data(), DType::f32, kTokens, kShape.q_heads, kShape.head_dim), t.out.data(), nullptr);
-     })},
-    {"prefill", verb([](Backend& backend, Tensors& t, auto& shape, auto&, auto& strides) {
+    {"prefill", verb([](tools::Stages& stages, Tensors& t, auto& shape, auto&, auto& strides) {
        const auto tasks = repeat(PrefillTask{.q = t.q(), .kv = t.kv(), .first = 0, .count = 256, .out = t.bytes_out(), .lse = t.lse.data()}, 1);
-       backend.prefill(tasks, strides, shape, nullptr);
+       stages.prefill(tasks, strides, shape, nullptr);
      })},
-    {"select_blocks", verb([](Backend& backend, Tensors& t, auto& shape, auto&, auto& strides) {
+    {"select_blocks", verb([](tools::Stages& stages, Tensors& t, auto& shape, auto&, auto& strides) {
        const auto spec = std::make_unique<PrefillSpec>(
            PrefillSpec{.mode = PrefillMode::flexprefill, .flex = {.min_budget = 256, .max_budget = 512}});
        const auto tasks = repeat(SelectBlocksTask{.q = t.q(), .kv = t.kv(), .first = kTokens - 256, .count = 256, .blocks = t.words.data(), .choices = t.choices.data()}, 1);
-       backend.select_blocks(tasks, *spec, strides, shape, nullptr);
+       stages.select_blocks(tasks, *spec, strides, shape, nullptr);
      })},
-    {"cluster", verb([](Backend& backend, Tensors& t, auto&, auto&, auto&) {
+    {"cluster", verb([](tools::Stages& stages, Tensors& t, auto&, auto&, auto&) {
        const auto tasks = repeat(ClusterTask{.kv = t.kv(), .count = kTokens, .clusters = 192, .iterations = 3, .centroids = t.out.data(), .assignment = t.words.data()}, 1);
-       backend.cluster(tasks, nullptr);
+       stages.cluster(tasks, nullptr);
      })},
     {"read rate", [](const cpu::Workers& workers, Tensors&) { (void)cpu::measure_read_gbps(workers, 4 * MiB); }},
     {"host pool", [](const cpu::Workers& workers, Tensors&) {

@@ -6,8 +6,10 @@
 #include <cmath>
 #include <vector>
 
-#include "tests/cpu/backend_cases.hpp"
+#include "cpu/forward/forward_verbs.hpp"
+#include "tests/cpu/stage_support.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/derived_pages.hpp"
 #include "tests/support/random.hpp"
 #include "tests/support/sanitized.hpp"
 
@@ -40,24 +42,21 @@ TEST_CASE("token scores are scaled products with the keys", "[cpu][score_tokens]
 }
 
 TEST_CASE("any tokens are estimated as whole pages are", "[cpu][score_tokens][int4]") {
-  cpu::Backend backend(workers(3), cpu::available_kernels().back());
+  tools::HostStages stages({.workers = workers(3), .kernels = *cpu::available_kernels().back()});
   const Problem problem({.tokens = 16 * 200, .head_dim = 128, .group = 4});
   const CodeLayout layout(problem.layout());
   std::vector<std::byte> copies((2 * problem.frames().size() + 1) * layout.page_bytes());
-  std::vector<CodesTask> tasks;
-  for (std::uint32_t page = 0; page < problem.frames().size(); ++page) {
-    tasks.push_back({.page = problem.kv().page(page),
-                     .rows = 16,
-                     .out = copies.data() + problem.frames()[page] * layout.page_bytes()});
-  }
-  backend.make_codes(tasks, problem.layout(), nullptr);
+  const DerivedPages derived{
+      .kv = problem.kv(), .tokens = problem.options().tokens, .codes = copies.data(), .mean = nullptr};
+  cpu::ForwardVerbs verbs(workers(3), cpu::available_kernels().back());
+  derive(verbs, derived, far_pages(derived), nullptr);
   std::vector<float> all(4 * problem.options().tokens);
   const ScoreInt4Task whole{.q = problem.q(),
                             .copies = copies.data(),
                             .frames = problem.frames().data(),
                             .tokens = problem.options().tokens,
                             .out = all.data()};
-  backend.score_int4({&whole, 1}, problem.shape(), problem.layout(), nullptr);
+  stages.score_int4({&whole, 1}, problem.shape(), problem.layout(), nullptr);
   for (const double share : {0.0, 0.01, 0.7}) {
     const std::vector<std::uint32_t> tokens = random_tokens(problem.options().tokens, share, 3);
     std::vector<float> out(tokens.size() * 4);

@@ -4,8 +4,8 @@
 #include <limits>
 #include <vector>
 
-#include "cpu/backend/verbs.hpp"
 #include "cpu/kernels/kernels.hpp"
+#include "cpu/stages/stages.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/prune_reference.hpp"
 

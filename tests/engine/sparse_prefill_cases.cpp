@@ -1,14 +1,14 @@
-// Prompts whose chunks choose blocks of keys, on every device: against the device's own verbs, and against dense ones.
+// Prompts whose chunks choose blocks of keys, on every device: against the device's own stages, and against dense ones.
 #include <limits>
 
-#include "cpu/backend/verbs.hpp"
 #include "cpu/kernels/kernels.hpp"
+#include "cpu/stages/rows.hpp"
 #include "sluice/error.hpp"
-#include "sluice/step/backend.hpp"
 #include "sluice/step/prefill_choice.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_policies.hpp"
 #include "tests/support/sanitized.hpp"
+#include "tools/stages/stages.hpp"
 
 using namespace sluice;
 using namespace sluice::test;
@@ -44,7 +44,7 @@ std::unique_ptr<Buffer> narrowed(const EngineRig& rig, const float* rows, std::s
   return buffer;
 }
 
-/// A prompt's attention by stages of the rig's Backend, over pages of its own in pinned memory.
+/// A prompt's attention by the rig's stages, over pages of its own in pinned memory.
 class DirectPrompt {
  public:
   DirectPrompt(const EngineRig& rig, const Story& story, DType dtype, const PrefillSpec& spec = kFlexPrefill)
@@ -69,13 +69,13 @@ class DirectPrompt {
                                .q_head_stride = kShape.head_dim,
                                .out_token_stride = row,
                                .out_head_stride = kShape.head_dim};
-    Backend& backend = *rig_.backend;
+    tools::Stages& stages = *rig_.stages;
     const std::uint32_t group = kShape.group();
     const std::uint64_t words = std::uint64_t{group} * prefill_blocks(first, count) * prefill_mask_words(first + count);
     const auto blocks = rig_.device->allocate_pinned(words * sizeof(std::uint32_t));
     const auto choices = rig_.device->allocate_pinned(group * sizeof(PrefillChoice));
     const auto scratch =
-        rig_.device->allocate(std::max<std::uint64_t>(backend.select_blocks_scratch_bytes(first, count, kShape), 256));
+        rig_.device->allocate(std::max<std::uint64_t>(stages.select_blocks_scratch_bytes(first, count, kShape), 256));
     for (std::uint32_t head = 0; head < kShape.kv_heads; ++head) {
       const std::uint64_t at = head * group * kShape.head_dim;
       const KvView kv{.base = plane(layer, head), .frames = frames_.data(), .layout = layout()};
@@ -87,14 +87,14 @@ class DirectPrompt {
                                     .blocks = bits,
                                     .choices = reinterpret_cast<PrefillChoice*>(choices->data()),
                                     .scratch = scratch->data()};
-      if (sparse) backend.select_blocks({&choice, 1}, spec_, strides, kShape, rig_.queue.get());
+      if (sparse) stages.select_blocks({&choice, 1}, spec_, strides, kShape, rig_.queue.get());
       const PrefillTask task{.q = choice.q,
                              .kv = kv,
                              .first = first,
                              .count = count,
                              .out = out->data() + at * sizeof(float),
                              .blocks = sparse ? bits : nullptr};
-      backend.prefill({&task, 1}, strides, kShape, rig_.queue.get());
+      stages.prefill({&task, 1}, strides, kShape, rig_.queue.get());
       rig_.synchronize();
       for (std::uint32_t h = 0; h < group && sparse; ++h) {
         kept += choice.choices[h].kept;

@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "gpu/transfer/profile.hpp"
+#include "gpu/device/path_chooser.hpp"
 #include "tests/fuzz/fuzz.hpp"
 #include "tests/fuzz/scratch.hpp"
 #include "tests/support/temporary_directory.hpp"

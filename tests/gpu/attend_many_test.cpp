@@ -25,7 +25,7 @@ TEST_CASE("device attend: many ragged tasks in one call, twice the same bits", "
   }
   for (auto& round : outs) {
     for (AttendTask& task : tasks) task.out = round.emplace_back(fixture, problem).view();
-    fixture.backend().attend(tasks, problem.shape(), fixture.stream.get());
+    fixture.stages().attend(tasks, problem.shape(), fixture.stream.get());
   }
   fixture.wait();
   for (std::size_t i = 0; i < tasks.size(); ++i) {
@@ -65,7 +65,7 @@ TEST_CASE("device attend: tasks so long and so many that each warp has many unit
     }
     tasks[i].out = outs.emplace_back(fixture, problem).view();
   }
-  fixture.backend().attend(tasks, problem.shape(), fixture.stream.get());
+  fixture.stages().attend(tasks, problem.shape(), fixture.stream.get());
   fixture.wait();
   const Attention by_runs = reference::attend(problem, attended(0, kTokens));
   const Attention by_members = reference::attend(problem, pairs);
@@ -96,7 +96,7 @@ TEST_CASE("device attend: 100,000 tokens, in device memory too", "[gpu]") {
   tasks[2].tokens = all;
   tasks[2].kv.base = near->data();
   tasks[2].out = tokens.view();
-  fixture.backend().attend(tasks, problem.shape(), fixture.stream.get());
+  fixture.stages().attend(tasks, problem.shape(), fixture.stream.get());
   fixture.wait();
   const Attention whole = reference::attend(problem, attended(0, 100'000));
   require_close(pinned, whole, device_tolerance(problem));

@@ -3,10 +3,10 @@
 #include <numeric>
 #include <vector>
 
-#include "gpu/backend/attend_plan.hpp"
 #include "sluice/units.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/reference.hpp"
+#include "tools/stages/attend_plan.hpp"
 
 namespace sluice::test {
 namespace {
@@ -50,16 +50,16 @@ TEST_CASE("attend plan: every row of every task once, in launches that fill the 
     task.runs = runs;
     task.tokens = tokens;
   }
-  gpu::AttendPlan plan;
+  tools::AttendPlan plan;
   plan.build(tasks, shape, gpu::attend_variant(shape, layout, false), 264, 1 * MiB);
   REQUIRE(plan.group_ends().size() == c.groups);
   REQUIRE(plan.group_ends().back() == c.tasks);
   std::uint32_t slices = 0;
-  for (const gpu::AttendPlan::Task& task : plan.tasks()) slices += task.slices;
+  for (const tools::AttendPlan::Task& task : plan.tasks()) slices += task.slices;
   REQUIRE(slices >= c.least_slices);
   REQUIRE(slices <= std::max(264u * c.groups, c.tasks));
 
-  const gpu::AttendPlan::Task& task = plan.tasks().back();
+  const tools::AttendPlan::Task& task = plan.tasks().back();
   gpu::AttendJob job = plan.job(task);
   std::vector<std::uint32_t> words(job.words());
   plan.write_words(task, words.data());
@@ -106,7 +106,7 @@ TEST_CASE("attend plan: tasks of many lengths are shared out, every row to one b
   }
   for (std::size_t i = 0; i < tasks.size(); ++i) tasks[i].runs = runs[i];
   gpu::AttendVariant variant = gpu::attend_variant(shape, layout, false);
-  gpu::AttendPlan plan;
+  tools::AttendPlan plan;
   plan.build(tasks, shape, variant, 264, 1 * MiB);
   REQUIRE(plan.group_shares().front() == 0);  // Other kernels know of no shares.
   variant.ring = true;
@@ -118,7 +118,7 @@ TEST_CASE("attend plan: tasks of many lengths are shared out, every row to one b
   std::uint32_t next_unit = 0;
   for (std::size_t i = 0; i < tasks.size(); ++i) {
     CAPTURE(i, lengths[i]);
-    const gpu::AttendPlan::Task& task = plan.tasks()[i];
+    const tools::AttendPlan::Task& task = plan.tasks()[i];
     gpu::AttendJob job = plan.job(task);
     std::vector<std::uint32_t> words(job.words());
     plan.write_words(task, words.data());

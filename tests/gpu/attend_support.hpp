@@ -11,16 +11,17 @@
 #include "gpu/device/cuda_device.hpp"
 #include "sluice/cuda.hpp"
 #include "sluice/device.hpp"
-#include "sluice/step/backend.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/reference.hpp"
+#include "tools/stages/stages.hpp"
 
 /// What the tests of attention on the device share: everything lies in pinned memory, which both sides address.
 namespace sluice::test {
 
 class AttendFixture {
  public:
-  AttendFixture() : device(make_cuda_device()), stream(device->create_stream("test")) {}
+  AttendFixture()
+      : device(make_cuda_device()), stream(device->create_stream("test")), stages_(tools::cuda_stages_of(*device)) {}
 
   /// Memory of both sides, kept until the fixture goes.
   template <class T>
@@ -45,12 +46,13 @@ class AttendFixture {
     return copy(std::span<const float>(problem.q(), std::size_t{problem.options().group} * problem.options().head_dim));
   }
   void wait() { stream->synchronize(deadline_after(std::chrono::seconds(30))); }
-  Backend& backend() { return gpu::cuda_device(*device, "test").backend(); }
+  tools::Stages& stages() { return *stages_; }
 
   std::shared_ptr<Device> device;
   std::unique_ptr<Stream> stream;
 
  private:
+  std::shared_ptr<tools::Stages> stages_;
   std::vector<std::unique_ptr<Buffer>> buffers_;
 };
 

@@ -55,7 +55,7 @@ TEST_CASE("device attend: runs, tokens and both together", "[gpu]") {
   tasks[2].runs = first_runs;
   tasks[2].tokens = std::span(all).subspan(c.tokens / 2);
   tasks[2].out = mixed.view();
-  fixture.backend().attend(tasks, problem.shape(), fixture.stream.get());
+  fixture.stages().attend(tasks, problem.shape(), fixture.stream.get());
   fixture.wait();
   const Attention whole = reference::attend(problem, attended(0, c.tokens));
   require_close(by_runs, whole, device_tolerance(problem));
@@ -95,14 +95,14 @@ TEST_CASE("device attend: scores are scaled and soft-capped as a model says, tho
   tasks[2].tokens = all;
   tasks[2].out = beside.view();
   // The first alone runs the kernel for unscored tokens, then all together the one for scored ones.
-  fixture.backend().attend(std::span(tasks).first(1), problem.shape(), fixture.stream.get());
+  fixture.stages().attend(std::span(tasks).first(1), problem.shape(), fixture.stream.get());
   fixture.wait();
   const Attention expected = reference::attend(problem, attended(0, 700));
   // Before the cap scores are as long as those of any other problem.
   Problem uncapped({.dtype = dtype, .tokens = 700, .head_dim = head_dim, .group = group, .seed = 71, .scale = 0.3f});
   const double within = device_tolerance(uncapped) + 1e-5 * softcap;
   require_close(plain, expected, within);
-  fixture.backend().attend(tasks, problem.shape(), fixture.stream.get());
+  fixture.stages().attend(tasks, problem.shape(), fixture.stream.get());
   fixture.wait();
   require_close(plain, expected, within);
   require_close(scored, expected, within);
@@ -130,7 +130,7 @@ TEST_CASE("device attend: ragged runs leave the rows between them alone", "[gpu]
     }
   }
   task.runs = runs;
-  fixture.backend().attend({&task, 1}, problem.shape(), fixture.stream.get());
+  fixture.stages().attend({&task, 1}, problem.shape(), fixture.stream.get());
   fixture.wait();
   require_close(out, reference::attend(problem, covered), device_tolerance(problem));
 }
@@ -166,11 +166,11 @@ TEST_CASE("device attend: members and given scores", "[gpu]") {
   tasks[2].scores = scores;
   tasks[2].out = with_both.view();
   // The first alone runs the kernel for unscored tokens, then all together the one for scored ones.
-  fixture.backend().attend(std::span(tasks).first(1), problem.shape(), fixture.stream.get());
+  fixture.stages().attend(std::span(tasks).first(1), problem.shape(), fixture.stream.get());
   fixture.wait();
   const Attention some = reference::attend(problem, pairs);
   require_close(with_members, some, device_tolerance(problem));
-  fixture.backend().attend(tasks, problem.shape(), fixture.stream.get());
+  fixture.stages().attend(tasks, problem.shape(), fixture.stream.get());
   fixture.wait();
   require_close(with_members, some, device_tolerance(problem));
   require_close(with_both, some, device_tolerance(problem));
@@ -198,7 +198,7 @@ TEST_CASE("device attend: scored tokens beside runs", "[gpu]") {
   task.runs = runs;
   task.tokens = tokens;
   task.scores = scores;
-  fixture.backend().attend({&task, 1}, problem.shape(), fixture.stream.get());
+  fixture.stages().attend({&task, 1}, problem.shape(), fixture.stream.get());
   fixture.wait();
   require_close(out, reference::attend(problem, attended(0, 400)), device_tolerance(problem));
 }
@@ -212,7 +212,7 @@ TEST_CASE("device attend: outliers", "[gpu]") {
   AttendTask task = attend_task(fixture, problem, out);
   const auto runs = runs_over(1'000, 16);
   task.runs = runs;
-  fixture.backend().attend({&task, 1}, problem.shape(), fixture.stream.get());
+  fixture.stages().attend({&task, 1}, problem.shape(), fixture.stream.get());
   fixture.wait();
   require_close(out, reference::attend(problem, attended(0, 1'000)), device_tolerance(problem));
 }
@@ -232,11 +232,11 @@ TEST_CASE("device merge: the two sides of any cut equal the whole", "[gpu]") {
   tasks[0].tokens = std::span(all).first(cut);
   tasks[1].tokens = std::span(all).subspan(cut);
   tasks[1].out = far.view();
-  fixture.backend().attend(tasks, problem.shape(), fixture.stream.get());
+  fixture.stages().attend(tasks, problem.shape(), fixture.stream.get());
   const Partial parts[] = {near.view(), far.view()};
-  const MergeTask merge{
+  const tools::MergeTask merge{
       .parts = parts, .out = reinterpret_cast<std::byte*>(merged.out.data()), .lse = merged.lse.data()};
-  fixture.backend().merge({&merge, 1}, problem.shape(), DType::f32, fixture.stream.get());
+  fixture.stages().merge({&merge, 1}, problem.shape(), DType::f32, fixture.stream.get());
   fixture.wait();
   require_close(merged, reference::attend(problem, attended(0, tokens)), device_tolerance(problem));
 }
@@ -250,7 +250,7 @@ TEST_CASE("device merge: empty partials, many partials, many tasks, every dtype"
   const std::vector<std::uint32_t> tokens{1, 3};
   attends[1].tokens = tokens;
   attends[1].out = some.view();
-  fixture.backend().attend(attends, problem.shape(), fixture.stream.get());
+  fixture.stages().attend(attends, problem.shape(), fixture.stream.get());
   const auto empties = GENERATE(2u, 3u, 9u);
   const auto count = GENERATE(1u, 100u);
   const auto dtype = GENERATE(DType::f32, DType::f16, DType::bf16);
@@ -260,15 +260,15 @@ TEST_CASE("device merge: empty partials, many partials, many tasks, every dtype"
   const auto nothing = fixture.memory<std::byte>(bytes);
   const auto out = fixture.memory<std::byte>(bytes * count);
   const auto lse = fixture.memory<float>(some.lse.size() * count);
-  std::vector<MergeTask> tasks{{.parts = parts, .out = nothing.data()}};
-  fixture.backend().merge(tasks, problem.shape(), dtype, fixture.stream.get());
+  std::vector<tools::MergeTask> tasks{{.parts = parts, .out = nothing.data()}};
+  fixture.stages().merge(tasks, problem.shape(), dtype, fixture.stream.get());
   std::vector<Partial> one = parts;
   one.insert(one.begin() + empties / 2, some.view());
   tasks.clear();
   for (std::uint32_t i = 0; i < count; ++i) {
     tasks.push_back({.parts = one, .out = out.data() + i * bytes, .lse = lse.data() + i * some.lse.size()});
   }
-  fixture.backend().merge(tasks, problem.shape(), dtype, fixture.stream.get());
+  fixture.stages().merge(tasks, problem.shape(), dtype, fixture.stream.get());
   fixture.wait();
   REQUIRE(std::count(empty.lse.begin(), empty.lse.end(), kEmptyLse) == 4);
   REQUIRE(std::count(empty.out.begin(), empty.out.end(), 0.f) == 4 * 64);

@@ -4,7 +4,8 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu/backend/backend.hpp"
+#include "cpu/machine/topology.hpp"
+#include "cpu/stages/stages.hpp"
 #include "sluice/step/permutation.hpp"
 #include "tests/gpu/gpu_support.hpp"
 #include "tests/support/catch.hpp"
@@ -30,13 +31,13 @@ Clusters on_gpu(const Problem& problem, std::uint32_t count, std::uint32_t clust
   KvView kv = problem.kv();
   kv.base = under_test.on_device(problem.memory()).data();
   ClusterTask task = task_over(kv, count, clusters, iterations);
-  const std::vector<std::byte> scratch(under_test.backend().cluster_scratch_bytes(task), std::byte{0xff});
+  const std::vector<std::byte> scratch(under_test.stages().cluster_scratch_bytes(task), std::byte{0xff});
   const auto centroids = under_test.on_device(std::span<const float>(std::vector<float>(clusters * kDim)));
   const auto assignment = under_test.on_device(std::span<const std::uint32_t>(std::vector<std::uint32_t>(count)));
   task.centroids = centroids.data();
   task.assignment = assignment.data();
   task.scratch = under_test.on_device(std::span(scratch)).data();
-  under_test.backend().cluster({&task, 1}, under_test.stream());
+  under_test.stages().cluster({&task, 1}, under_test.stream());
   return {.centroids = under_test.from_device(std::span<const float>(centroids)),
           .assignment = under_test.from_device(std::span<const std::uint32_t>(assignment))};
 }
@@ -44,12 +45,11 @@ Clusters on_gpu(const Problem& problem, std::uint32_t count, std::uint32_t clust
 Clusters on_cpu(const Problem& problem, std::uint32_t count, std::uint32_t clusters, std::uint32_t iterations) {
   static const cpu::Topology topology;
   static const cpu::Workers workers(topology, {});
-  cpu::Backend backend(workers);
   Clusters result{.centroids = std::vector<float>(clusters * kDim), .assignment = std::vector<std::uint32_t>(count)};
   ClusterTask task = task_over(problem.kv(), count, clusters, iterations);
   task.centroids = result.centroids.data();
   task.assignment = result.assignment.data();
-  backend.cluster({&task, 1}, nullptr);
+  cpu::cluster({.workers = workers}, {&task, 1});
   return result;
 }
 

@@ -14,6 +14,7 @@
 #include "tests/gpu/forward_graph.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
+#include "tools/stages/stages.hpp"
 
 namespace sluice::test {
 
@@ -32,7 +33,7 @@ EngineRig engine_rig() {
   static const std::shared_ptr<Device> device = make_cuda_device({.link_rows = link_rows_or(0)});
   EngineRig rig{.device = device,
                 .queue = device->create_stream("caller"),
-                .backend = {device, &gpu::cuda_device(*device, "test").backend()},
+                .stages = tools::cuda_stages_of(*device),
                 .kv_dtype = kv_dtype_or(DType::bf16),
                 .on_gpu = true,
                 .tolerance = 1e-3,

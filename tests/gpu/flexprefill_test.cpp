@@ -7,7 +7,8 @@
 #include <limits>
 #include <vector>
 
-#include "cpu/backend/backend.hpp"
+#include "cpu/machine/topology.hpp"
+#include "cpu/stages/stages.hpp"
 #include "sluice/error.hpp"
 #include "sluice/step/prefill_choice.hpp"
 #include "tests/gpu/gpu_support.hpp"
@@ -62,7 +63,7 @@ std::vector<Choice> on_gpu(const Prompt& prompt, const std::vector<Range>& range
   std::vector<SelectBlocksTask> tasks;
   for (const Range& range : ranges) {
     const std::vector<std::byte> scratch(
-        under_test.backend().select_blocks_scratch_bytes(range.first, range.count, shape), garbage);
+        under_test.stages().select_blocks_scratch_bytes(range.first, range.count, shape), garbage);
     const std::vector<std::uint32_t> unwritten(BlockBits(range.first, range.count).size(shape.group()), 0xa5a5'a5a5u);
     bits.push_back(under_test.on_device(std::span(unwritten)));
     heads.push_back(under_test.on_device(std::span<const PrefillChoice>(std::vector<PrefillChoice>(shape.group()))));
@@ -72,7 +73,7 @@ std::vector<Choice> on_gpu(const Prompt& prompt, const std::vector<Range>& range
     task.choices = heads.back().data();
     task.scratch = under_test.on_device(std::span(scratch)).data();
   }
-  under_test.backend().select_blocks(tasks, spec, strides_of(prompt), shape, under_test.stream());
+  under_test.stages().select_blocks(tasks, spec, strides_of(prompt), shape, under_test.stream());
   std::vector<Choice> choices;
   for (std::size_t i = 0; i < ranges.size(); ++i) {
     choices.push_back({.bits = under_test.from_device(std::span<const std::uint32_t>(bits[i])),
@@ -84,16 +85,13 @@ std::vector<Choice> on_gpu(const Prompt& prompt, const std::vector<Range>& range
 Choice on_cpu(const Prompt& prompt, Range range, const PrefillSpec& spec) {
   static const cpu::Topology topology;
   static const cpu::Workers workers(topology, {});
-  cpu::Backend backend(workers);
   const AttentionShape shape = prompt.kv().shape();
   Choice choice{.bits = std::vector<std::uint32_t>(BlockBits(range.first, range.count).size(shape.group())),
                 .heads = std::vector<PrefillChoice>(shape.group())};
-  std::vector<std::byte> scratch(backend.select_blocks_scratch_bytes(range.first, range.count, shape) + 1);
   SelectBlocksTask task = task_over(prompt, prompt.queries().data(), range);
   task.blocks = choice.bits.data();
   task.choices = choice.heads.data();
-  task.scratch = scratch.data();
-  backend.select_blocks({&task, 1}, spec, strides_of(prompt), shape, nullptr);
+  cpu::select_blocks({.workers = workers}, {&task, 1}, spec, strides_of(prompt), shape);
   return choice;
 }
 
@@ -195,7 +193,7 @@ TEST_CASE("the GPU refuses to choose among more keys than it can count", "[gpu][
   const PlacedPrompt placed(under_test, prompt);
   const SelectBlocksTask task{.q = placed.q, .kv = placed.kv, .first = 1u << 20, .count = 1};
   try {
-    under_test.backend().select_blocks({&task, 1}, {}, placed.strides, placed.shape, under_test.stream());
+    under_test.stages().select_blocks({&task, 1}, {}, placed.strides, placed.shape, under_test.stream());
     FAIL("was accepted");
   } catch (const Error& error) {
     REQUIRE(error.code() == Errc::unsupported);

@@ -28,6 +28,6 @@ std::byte* GpuUnderTest::memory(std::uint64_t bytes) {
   return taken;
 }
 
-std::unique_ptr<BackendUnderTest> backend_under_test() { return std::make_unique<GpuUnderTest>(); }
+std::unique_ptr<StagesUnderTest> stages_under_test() { return std::make_unique<GpuUnderTest>(); }
 
 }  // namespace sluice::test

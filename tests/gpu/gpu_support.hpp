@@ -10,7 +10,7 @@
 #include "gpu/device/cuda_device.hpp"
 #include "gpu/device/cuda_error.hpp"
 #include "sluice/cuda.hpp"
-#include "tests/support/backend_under_test.hpp"
+#include "tests/support/stages_under_test.hpp"
 
 /// What the tests of gpu/ share.
 namespace sluice::test {
@@ -21,11 +21,12 @@ namespace sluice::test {
 /// Far enough for a machine that does much else; only a defect gets there.
 [[nodiscard]] inline Deadline soon() { return deadline_after(std::chrono::seconds(60)); }
 
-/// The GPU's backend with a stream of its own. Its memory is pinned.
-class GpuUnderTest final : public BackendUnderTest {
+/// The GPU's stages with a stream of its own. Its memory is pinned.
+class GpuUnderTest final : public StagesUnderTest {
  public:
-  GpuUnderTest() : stream_(gpu_device()->create_stream("test")) {}
-  Backend& backend() override { return gpu::cuda_device(*gpu_device(), "test").backend(); }
+  GpuUnderTest() : stream_(gpu_device()->create_stream("test")), stages_(tools::cuda_stages_of(*gpu_device())) {}
+  tools::Stages& stages() override { return *stages_; }
+  ForwardVerbs& forward_verbs() override { return *gpu_device()->forward_verbs(); }
   Stream* stream() override { return stream_.get(); }
   std::byte* memory(std::uint64_t bytes) override;
   void finish() override { stream_->synchronize(soon()); }
@@ -52,6 +53,7 @@ class GpuUnderTest final : public BackendUnderTest {
  private:
   std::vector<std::unique_ptr<Buffer>> buffers_;
   std::unique_ptr<Stream> stream_;  ///< goes first: its queue refers to the buffers
+  std::shared_ptr<tools::Stages> stages_;
   std::uint64_t used_ = 0;
 };
 

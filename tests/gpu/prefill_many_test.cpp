@@ -83,13 +83,13 @@ TEST_CASE("device prefill of more blocks of queries than it attends at once, cal
                        .out = reinterpret_cast<std::byte*>(outs.back().data()),
                        .key_begin = part.key_begin});
     }
-    fixture.backend().prefill(tasks,
-                              {.q_dtype = c.dtype,
-                               .q_token_stride = queries.token_stride,
-                               .q_head_stride = queries.head_stride,
-                               .out_token_stride = row_size,
-                               .out_head_stride = c.head_dim},
-                              problem.shape(), fixture.stream.get());
+    fixture.stages().prefill(tasks,
+                             {.q_dtype = c.dtype,
+                              .q_token_stride = queries.token_stride,
+                              .q_head_stride = queries.head_stride,
+                              .out_token_stride = row_size,
+                              .out_head_stride = c.head_dim},
+                             problem.shape(), fixture.stream.get());
     fixture.wait();
     for (std::size_t i = 0; i < count; ++i) {
       REQUIRE(std::isnan(outs[i].back()));

@@ -103,14 +103,14 @@ class ChunkRun {
           .so_far = so_far_.data(),
           .first_window = i == 0,
           .last_window = last};
-      fixture_.backend().prefill({&task, 1},
-                                 {.q_dtype = chunk_.q_dtype,
-                                  .out_dtype = chunk_.out_dtype,
-                                  .q_token_stride = queries_.token_stride,
-                                  .q_head_stride = queries_.head_stride,
-                                  .out_token_stride = token_stride_,
-                                  .out_head_stride = head_stride_},
-                                 problem_.shape(), fixture_.stream.get());
+      fixture_.stages().prefill({&task, 1},
+                                {.q_dtype = chunk_.q_dtype,
+                                 .out_dtype = chunk_.out_dtype,
+                                 .q_token_stride = queries_.token_stride,
+                                 .q_head_stride = queries_.head_stride,
+                                 .out_token_stride = token_stride_,
+                                 .out_head_stride = head_stride_},
+                                problem_.shape(), fixture_.stream.get());
     }
     fixture_.wait();
   }

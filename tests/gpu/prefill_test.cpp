@@ -40,13 +40,13 @@ TEST_CASE("device prefill equals attending every query to all that came before",
                            .first = first,
                            .count = std::min(c.chunk, c.tokens - first),
                            .out = reinterpret_cast<std::byte*>(out.data() + first * token_stride)};
-    fixture.backend().prefill({&task, 1},
-                              {.q_dtype = c.q_dtype,
-                               .q_token_stride = queries.token_stride,
-                               .q_head_stride = queries.head_stride,
-                               .out_token_stride = token_stride,
-                               .out_head_stride = head_stride},
-                              problem.shape(), fixture.stream.get());
+    fixture.stages().prefill({&task, 1},
+                             {.q_dtype = c.q_dtype,
+                              .q_token_stride = queries.token_stride,
+                              .q_head_stride = queries.head_stride,
+                              .out_token_stride = token_stride,
+                              .out_head_stride = head_stride},
+                             problem.shape(), fixture.stream.get());
   }
   fixture.wait();
   // One term rounds weights to the KV dtype, whose last bit is 2^-9 (bf16) or 2^-12 (f16); two keep float32's order.
@@ -88,14 +88,14 @@ TEST_CASE("device prefill: tasks of unequal length, of two memories, with 16-bit
                      .count = length,
                      .out = outs.back().data()});
   }
-  fixture.backend().prefill(tasks,
-                            {.q_dtype = q_dtype,
-                             .out_dtype = dtype,
-                             .q_token_stride = queries.token_stride,
-                             .q_head_stride = queries.head_stride,
-                             .out_token_stride = 4 * 64,
-                             .out_head_stride = 64},
-                            problem.shape(), fixture.stream.get());
+  fixture.stages().prefill(tasks,
+                           {.q_dtype = q_dtype,
+                            .out_dtype = dtype,
+                            .q_token_stride = queries.token_stride,
+                            .q_head_stride = queries.head_stride,
+                            .out_token_stride = 4 * 64,
+                            .out_head_stride = 64},
+                           problem.shape(), fixture.stream.get());
   fixture.wait();
   Problem query = problem;
   for (std::uint32_t token = 0; token < lengths[0]; ++token) {
@@ -266,7 +266,7 @@ TEST_CASE("device prefill refuses windows that it could not carry on from", "[gp
   const auto row = fixture.memory<float>(64 * 4);
   PrefillTask task{.q = reinterpret_cast<std::byte*>(row.data()), .kv = fixture.kv(problem), .count = 1};
   const auto refuses = [&] {
-    REQUIRE_THROWS_AS(fixture.backend().prefill({&task, 1}, {}, problem.shape(), fixture.stream.get()), Error);
+    REQUIRE_THROWS_AS(fixture.stages().prefill({&task, 1}, {}, problem.shape(), fixture.stream.get()), Error);
   };
   task.last_window = false;
   refuses();

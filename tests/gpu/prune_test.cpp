@@ -1,38 +1,34 @@
-// 4-bit copies, estimates and top-p on the GPU, beyond the cases that every backend passes.
+// 4-bit copies, estimates and top-p on the GPU, beyond the cases that every device passes.
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <vector>
 
-#include "cpu/backend/backend.hpp"
+#include "cpu/forward/forward_verbs.hpp"
+#include "cpu/machine/topology.hpp"
+#include "cpu/stages/stages.hpp"
 #include "tests/gpu/gpu_support.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/derived_pages.hpp"
 #include "tests/support/int4_support.hpp"
 
 namespace sluice::test {
 namespace {
 
-cpu::Backend& host() {
+const cpu::Workers& host_workers() {
   static const cpu::Topology topology;
   static const cpu::Workers workers(topology, {.threads = 2, .pin = false});
-  static cpu::Backend backend(workers);
-  return backend;
+  return workers;
 }
 
 /// Copies of all pages, in the problem's frames, by the host.
 std::vector<std::byte> host_copies(const Problem& problem, const float* mean = nullptr, std::uint32_t bits = 4) {
-  const CodeLayout layout(problem.layout(), bits);
-  std::vector<std::byte> copies((2 * problem.frames().size() + 1) * layout.page_bytes());
-  std::vector<CodesTask> tasks;
-  for (std::uint32_t page = 0; page < problem.frames().size(); ++page) {
-    tasks.push_back({.page = problem.kv().page(page),
-                     .rows = layout.page_tokens,
-                     .out = copies.data() + problem.frames()[page] * layout.page_bytes(),
-                     .mean = mean,
-                     .bits = bits});
-  }
-  host().make_codes(tasks, problem.layout(), nullptr);
+  std::vector<std::byte> copies((2 * problem.frames().size() + 1) * CodeLayout(problem.layout(), bits).page_bytes());
+  const DerivedPages derived{
+      .kv = problem.kv(), .tokens = problem.options().tokens, .codes = copies.data(), .bits = bits, .mean = mean};
+  cpu::ForwardVerbs verbs(host_workers());
+  derive(verbs, derived, far_pages(derived), nullptr);
   return copies;
 }
 
@@ -47,7 +43,7 @@ void check_rows(GpuUnderTest& under_test, const std::vector<std::vector<float>>&
                      .mask = masks.back().data(),
                      .count = under_test.array<std::uint32_t>(1).data()});
   }
-  under_test.backend().top_p(tasks, under_test.stream());
+  under_test.stages().top_p(tasks, under_test.stream());
   under_test.finish();
   for (std::size_t i = 0; i < rows.size(); ++i) {
     CAPTURE(i, p, rows[i].size(), *tasks[i].count);
@@ -78,18 +74,13 @@ TEST_CASE("the GPU's copies in codes are the CPU's, bit by bit", "[gpu][int4]") 
   const std::vector<float> mean = int4_copies::mean_key(problem);
   const std::vector<std::byte> expected = host_copies(problem, mean.data(), bits);
   const auto device_mean = under_test.on_device(std::span<const float>(mean));
-  const CodeLayout layout(problem.layout(), bits);
   const auto memory = under_test.on_device(problem.memory());
   const auto copies = under_test.on_device(std::span<const std::byte>(std::vector<std::byte>(expected.size())));
-  std::vector<CodesTask> tasks;
-  for (const std::uint32_t frame : problem.frames()) {
-    tasks.push_back({.page = memory.data() + frame * problem.layout().page_bytes(),
-                     .rows = layout.page_tokens,
-                     .out = copies.data() + frame * layout.page_bytes(),
-                     .mean = device_mean.data(),
-                     .bits = bits});
-  }
-  under_test.backend().make_codes(tasks, problem.layout(), under_test.stream());
+  KvView kv = problem.kv();
+  kv.base = memory.data();
+  derive(
+      under_test,
+      {.kv = kv, .tokens = problem.options().tokens, .codes = copies.data(), .bits = bits, .mean = device_mean.data()});
   REQUIRE(under_test.from_device(std::span<const std::byte>(copies)) == expected);
 }
 
@@ -135,9 +126,9 @@ TEST_CASE("page ranking, estimates of the ranked pages and top-p follow each oth
                     .mask = masks.data() + h * words,
                     .count = counts.data() + h});
   }
-  under_test.backend().top_k(ranks, under_test.stream());
-  under_test.backend().score_int4({&estimate, 1}, problem.shape(), problem.layout(), under_test.stream());
-  under_test.backend().top_p(cuts, under_test.stream());
+  under_test.stages().top_k(ranks, under_test.stream());
+  under_test.stages().score_int4({&estimate, 1}, problem.shape(), problem.layout(), under_test.stream());
+  under_test.stages().top_p(cuts, under_test.stream());
   const std::vector<float> got = under_test.from_device(std::span<const float>(logits));
 
   std::vector<float> expected(got.size());
@@ -148,7 +139,7 @@ TEST_CASE("page ranking, estimates of the ranked pages and top-p follow each oth
   same.frames = problem.frames().data();
   same.tail = problem.kv().page(pages - 1);
   same.out = expected.data();
-  host().score_int4({&same, 1}, problem.shape(), problem.layout(), nullptr);
+  cpu::score_int4({.workers = host_workers()}, {&same, 1}, problem.shape(), problem.layout());
   for (std::size_t i = 0; i < got.size(); ++i) {
     CAPTURE(i, got[i], expected[i]);
     REQUIRE((got[i] == expected[i] || std::abs(got[i] - expected[i]) < 1e-4f));  // Infinite where a page has no row.
@@ -161,7 +152,7 @@ TEST_CASE("page ranking, estimates of the ranked pages and top-p follow each oth
                          .p = 0.9f,
                          .end = kRanked * 16,
                          .mask = same_mask.data()};
-    host().top_p({&again, 1}, nullptr);
+    cpu::top_p({.workers = host_workers()}, {&again, 1});
     std::uint32_t differ = 0;
     for (std::uint32_t w = 0; w < words; ++w) {
       differ += static_cast<std::uint32_t>(std::popcount(same_mask[w] ^ masks[h * words + w]));
@@ -202,7 +193,7 @@ TEST_CASE("GPU top-p gives the same bits again and again", "[gpu][top_p]") {
   for (int i = 0; i < 50; ++i) {
     tasks.push_back({.values = values, .p = 0.9f, .mask = under_test.array<std::uint32_t>(625).data()});
   }
-  under_test.backend().top_p(tasks, under_test.stream());
+  under_test.stages().top_p(tasks, under_test.stream());
   under_test.finish();
   for (const TopPTask& task : tasks) REQUIRE(std::equal(task.mask, task.mask + 625, tasks.front().mask));
 }

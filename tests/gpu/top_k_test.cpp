@@ -18,7 +18,7 @@ void check_rows(GpuUnderTest& under_test, const std::vector<std::vector<float>>&
     outs.push_back(under_test.array(found + 1, 777'777u));
     tasks.push_back({.values = under_test.on_device(std::span<const float>(row)), .k = k, .out = outs.back().data()});
   }
-  under_test.backend().top_k(tasks, under_test.stream());
+  under_test.stages().top_k(tasks, under_test.stream());
   under_test.finish();
   for (std::size_t i = 0; i < rows.size(); ++i) {
     CAPTURE(i, k);
@@ -83,7 +83,7 @@ TEST_CASE("GPU top-k of rows that begin anywhere", "[gpu][top_k]") {
   for (const std::size_t begin : {1u, 2u, 3u, 777u}) {
     const auto out = under_test.array<std::uint32_t>(100);
     const TopKTask task{.values = all.subspan(begin), .k = 100, .out = out.data()};
-    under_test.backend().top_k({&task, 1}, under_test.stream());
+    under_test.stages().top_k({&task, 1}, under_test.stream());
     under_test.finish();
     REQUIRE(std::vector(out.begin(), out.end()) == reference::top_k(std::span(host).subspan(begin), 100));
   }

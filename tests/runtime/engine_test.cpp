@@ -6,11 +6,11 @@
 #include <new>
 #include <span>
 
-#include "cpu/backend/backend.hpp"
 #include "cpu/device/host_device.hpp"
 #include "tests/runtime/own_device.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/engine_rig.hpp"
+#include "tools/stages/host_stages.hpp"
 
 namespace sluice::test {
 
@@ -19,7 +19,7 @@ namespace {
 struct HostThreads {
   cpu::Topology topology;
   cpu::Workers workers{topology, {.threads = 2, .pin = false}};
-  cpu::Backend backend{workers};
+  tools::HostStages stages{{.workers = workers}};
 };
 
 }  // namespace
@@ -28,7 +28,7 @@ EngineRig engine_rig() {
   static HostThreads host;
   EngineRig rig{
       .device = own_device(handover_or(Handover::device)), .queue = nullptr, .kv_dtype = kv_dtype_or(DType::f32)};
-  rig.backend = {std::shared_ptr<void>(), &host.backend};
+  rig.stages = {std::shared_ptr<void>(), &host.stages};
   rig.queue = rig.device->create_stream("caller");
   rig.stream = rig.queue.get();
   return rig;

@@ -1,4 +1,4 @@
-// The choice among clusters of keys by a fitted curve, on any backend, against the paper's algorithm in float64.
+// The choice among clusters of keys by a fitted curve, on any device, against the paper's algorithm in float64.
 
 #include <algorithm>
 #include <cmath>
@@ -14,12 +14,12 @@ namespace {
 
 using namespace choices;
 
-void run(BackendUnderTest& under_test, ClusterProblem& of, std::span<const ChooseClustersTask> tasks) {
-  under_test.backend().choose_clusters(tasks, of.problem().shape(), of.problem().layout(), under_test.stream());
+void run(StagesUnderTest& under_test, ClusterProblem& of, std::span<const ChooseClustersTask> tasks) {
+  under_test.stages().choose_clusters(tasks, of.problem().shape(), of.problem().layout(), under_test.stream());
   under_test.finish();
 }
 
-/// What a backend chose of a problem is what the definition says; returns how many each head keeps.
+/// What a device chose of a problem is what the definition says; returns how many each head keeps.
 std::vector<std::uint32_t> require_chosen(ClusterProblem& of, const Asked& asked) {
   const ChooseClustersTask& task = asked.task;
   std::vector<std::uint32_t> counts;
@@ -49,7 +49,7 @@ std::vector<std::uint32_t> require_chosen(ClusterProblem& of, const Asked& asked
   return counts;
 }
 
-std::vector<std::uint32_t> chosen(BackendUnderTest& under_test, ClusterProblem& of) {
+std::vector<std::uint32_t> chosen(StagesUnderTest& under_test, ClusterProblem& of) {
   const Asked asked = ask(under_test, of);
   run(under_test, of, {&asked.task, 1});
   return require_chosen(of, asked);
@@ -57,13 +57,13 @@ std::vector<std::uint32_t> chosen(BackendUnderTest& under_test, ClusterProblem& 
 
 }  // namespace
 
-TEST_CASE("the clusters that a curve asks for are kept, of every type and group", "[backend][clusters]") {
+TEST_CASE("the clusters that a curve asks for are kept, of every type and group", "[stages][clusters]") {
   const auto [dtype, head_dim, group, page_tokens] =
       GENERATE(grid(std::array{DType::bf16, DType::f16, DType::f32}, std::array{64u, 128u}, std::array{1u, 4u, 7u, 32u},
                     std::array{16u, 64u}));
   const float softcap = head_dim == 64 && group == 4 ? 3.f : 0.f;
   CAPTURE(to_string(dtype), head_dim, group, page_tokens);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   Options options{.sinks = 4, .recent = 150};
   options.problem.dtype = dtype;
   options.problem.head_dim = head_dim;
@@ -75,10 +75,10 @@ TEST_CASE("the clusters that a curve asks for are kept, of every type and group"
   (void)chosen(*under_test, problem);
 }
 
-TEST_CASE("a larger share of the mass takes no fewer clusters, and all of it takes all", "[backend][clusters]") {
+TEST_CASE("a larger share of the mass takes no fewer clusters, and all of it takes all", "[stages][clusters]") {
   const auto window = GENERATE(0u, 100u, 400u);
   CAPTURE(window);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   std::vector<std::uint32_t> before(4, 0);
   for (const float mass : {0.05f, 0.3f, 0.6f, 0.9f, 0.99f, 1.f}) {
     CAPTURE(mass);
@@ -90,11 +90,11 @@ TEST_CASE("a larger share of the mass takes no fewer clusters, and all of it tak
   REQUIRE(before == std::vector<std::uint32_t>(4, 800));
 }
 
-TEST_CASE("few clusters and many are put in order, equal ones by index", "[backend][clusters]") {
+TEST_CASE("few clusters and many are put in order, equal ones by index", "[stages][clusters]") {
   constexpr std::array kCounts{31u, 1025u, 4097u, 1u, 2u, 1024u, 4096u, 16'384u, 16'385u, 33'000u};
   const auto [clusters, equal] = GENERATE_COPY(grid(few<3>(kCounts), std::array{false, true}));
   CAPTURE(clusters, equal);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   // More of them a GPU sorts in other ways; the CPU sorts all alike.
   if (under_test->is_cpu() && clusters > 4097) return;
   Options options{.clustered = std::max(3u, clusters + clusters / 2), .clusters = clusters};
@@ -106,10 +106,10 @@ TEST_CASE("few clusters and many are put in order, equal ones by index", "[backe
   (void)chosen(*under_test, problem);
 }
 
-TEST_CASE("a key that outweighs all others, and centroids that are no numbers", "[backend][clusters]") {
+TEST_CASE("a key that outweighs all others, and centroids that are no numbers", "[stages][clusters]") {
   const auto [outlier, broken] = GENERATE(grid(std::array{1.0, 300.0}, std::array{0u, 1u, 5u, 40u}));
   CAPTURE(outlier, broken);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   ClusterProblem problem({.sinks = 2, .recent = 120});
   for (std::uint32_t c = 0; c < 64 && outlier > 1.0; ++c)
     problem.problem().set_k(333, c, outlier * static_cast<double>(problem.problem().q(0, c)));
@@ -120,8 +120,8 @@ TEST_CASE("a key that outweighs all others, and centroids that are no numbers", 
   (void)chosen(*under_test, problem);
 }
 
-TEST_CASE("where sinks hold the mass no cluster is kept", "[backend][clusters]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("where sinks hold the mass no cluster is kept", "[stages][clusters]") {
+  const auto under_test = stages_under_test();
   ClusterProblem problem({.sinks = 4, .recent = 110});
   for (std::uint32_t h = 0; h < 4; ++h) {
     for (std::uint32_t c = 0; c < 64; ++c)
@@ -130,8 +130,8 @@ TEST_CASE("where sinks hold the mass no cluster is kept", "[backend][clusters]")
   REQUIRE(chosen(*under_test, problem) == std::vector<std::uint32_t>(4, 0));
 }
 
-TEST_CASE("a query that is no number keeps everything, beside others that do not", "[backend][clusters]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("a query that is no number keeps everything, beside others that do not", "[stages][clusters]") {
+  const auto under_test = stages_under_test();
   ClusterProblem problem({.sinks = 4, .recent = 110});
   problem.problem().set_q(2, 9, kNotANumber);
   const std::vector<std::uint32_t> counts = chosen(*under_test, problem);
@@ -139,16 +139,16 @@ TEST_CASE("a query that is no number keeps everything, beside others that do not
   REQUIRE(counts[1] < 800);
 }
 
-TEST_CASE("keys that are no numbers weigh nothing", "[backend][clusters]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("keys that are no numbers weigh nothing", "[stages][clusters]") {
+  const auto under_test = stages_under_test();
   ClusterProblem problem({.sinks = 4, .recent = 110});
   for (std::uint32_t token = 0; token < 900; token += 3) problem.problem().set_k(token, token % 64, std::nan(""));
   (void)chosen(*under_test, problem);
 }
 
 TEST_CASE("choices of several KV heads at once are those of each alone, and some choose nothing",
-          "[backend][clusters]") {
-  const auto under_test = backend_under_test();
+          "[stages][clusters]") {
+  const auto under_test = stages_under_test();
   std::vector<ClusterProblem> problems;
   std::vector<Asked> asked;
   std::vector<ChooseClustersTask> tasks;

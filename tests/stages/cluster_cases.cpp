@@ -1,4 +1,4 @@
-// K-means, on any backend.
+// K-means, on any device.
 
 #include <Eigen/Core>
 #include <algorithm>
@@ -8,12 +8,12 @@
 #include <vector>
 
 #include "sluice/step/permutation.hpp"
-#include "tests/support/backend_under_test.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/errors.hpp"
 #include "tests/support/random.hpp"
 #include "tests/support/reference.hpp"
 #include "tests/support/sanitized.hpp"
+#include "tests/support/stages_under_test.hpp"
 
 namespace sluice::test {
 namespace {
@@ -73,7 +73,7 @@ Clustering reference_cluster(const Problem& problem, const ClusterOptions& optio
   return result;
 }
 
-ClusterTask task_of(BackendUnderTest& under_test, const Placed& placed, const ClusterOptions& options) {
+ClusterTask task_of(StagesUnderTest& under_test, const Placed& placed, const ClusterOptions& options) {
   const std::size_t floats = std::size_t{options.clusters} * placed.kv.layout.head_dim;
   ClusterTask task{.kv = placed.kv,
                    .first = options.first,
@@ -85,7 +85,7 @@ ClusterTask task_of(BackendUnderTest& under_test, const Placed& placed, const Cl
                    .assignment = under_test.array(std::size_t{options.count} + 1, 1234u).data(),
                    .members = under_test.array(std::size_t{options.count} + 1, 1234u).data(),
                    .starts = under_test.array(std::size_t{options.clusters} + 2, 1234u).data()};
-  task.scratch = under_test.scratch(under_test.backend().cluster_scratch_bytes(task));
+  task.scratch = under_test.scratch(under_test.stages().cluster_scratch_bytes(task));
   return task;
 }
 
@@ -116,9 +116,9 @@ Clustering result_of(const ClusterTask& task) {
           .assignment = {task.assignment, task.assignment + task.count}};
 }
 
-Clustering run(BackendUnderTest& under_test, const Problem& problem, const ClusterOptions& options) {
+Clustering run(StagesUnderTest& under_test, const Problem& problem, const ClusterOptions& options) {
   const ClusterTask task = task_of(under_test, place(under_test, problem), options);
-  under_test.backend().cluster({&task, 1}, under_test.stream());
+  under_test.stages().cluster({&task, 1}, under_test.stream());
   under_test.finish();
   return result_of(task);
 }
@@ -158,7 +158,7 @@ void make_blobs(Problem& problem, const ClusterOptions& options) {
 
 }  // namespace
 
-TEST_CASE("permuted indices are a permutation, and differ by seed", "[backend][cluster]") {
+TEST_CASE("permuted indices are a permutation, and differ by seed", "[stages][cluster]") {
   const auto count = GENERATE(1u, 2u, 3u, 16u, 17u, 1000u, 4096u, 70'000u);
   CAPTURE(count);
   std::vector<bool> seen(count, false);
@@ -173,12 +173,12 @@ TEST_CASE("permuted indices are a permutation, and differ by seed", "[backend][c
   if (count >= 1000) REQUIRE(same < count / 100);
 }
 
-TEST_CASE("clusters of well-separated keys are the reference's", "[backend][cluster]") {
+TEST_CASE("clusters of well-separated keys are the reference's", "[stages][cluster]") {
   const auto [dtype, head_dim, count, first] =
       GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}, std::array{64u, 80u, 128u},
                     std::array{40u, 400u}, std::array{0u, 37u}));
   CAPTURE(to_string(dtype), head_dim, count, first);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const ClusterOptions options{.first = first, .count = count, .clusters = count / 13};
   Problem problem({.dtype = dtype, .tokens = first + count + 5, .head_dim = head_dim, .group = 1});
   if (!under_test->supports(problem.shape(), problem.layout().near())) return;
@@ -190,11 +190,11 @@ TEST_CASE("clusters of well-separated keys are the reference's", "[backend][clus
   REQUIRE(std::count(found.assignment.begin(), found.assignment.end(), options.clusters - 1) == 0);
 }
 
-TEST_CASE("every iteration brings keys nearer to their centroids, the means of their keys", "[backend][cluster]") {
+TEST_CASE("every iteration brings keys nearer to their centroids, the means of their keys", "[stages][cluster]") {
   const auto [dtype, head_dim, clusters] =
       GENERATE(grid(std::array{DType::f16, DType::bf16}, std::array{64u, 128u}, std::array{1u, 5u, 33u, 100u}));
   CAPTURE(to_string(dtype), head_dim, clusters);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Problem problem({.dtype = dtype, .tokens = 700, .head_dim = head_dim, .group = 1, .outlier = 20.0});
   const Matrix keys = keys_of(problem, 3, 690);
   double before = std::numeric_limits<double>::infinity();
@@ -221,10 +221,10 @@ TEST_CASE("every iteration brings keys nearer to their centroids, the means of t
   }
 }
 
-TEST_CASE("as many clusters as distinct keys leave each key alone", "[backend][cluster]") {
+TEST_CASE("as many clusters as distinct keys leave each key alone", "[stages][cluster]") {
   const auto count = GENERATE(1u, 2u, 31u, 200u);
   CAPTURE(count);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Problem problem({.tokens = count, .head_dim = 128, .group = 1});
   const ClusterOptions options{.count = count, .clusters = count, .iterations = 3};
   const Clustering found = run(*under_test, problem, options);
@@ -235,8 +235,8 @@ TEST_CASE("as many clusters as distinct keys leave each key alone", "[backend][c
   }
 }
 
-TEST_CASE("equal keys all belong to the first cluster", "[backend][cluster]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("equal keys all belong to the first cluster", "[stages][cluster]") {
+  const auto under_test = stages_under_test();
   Problem problem({.tokens = 300, .head_dim = 64, .group = 1});
   for (std::uint32_t token = 1; token < 300; ++token) {
     for (std::uint32_t c = 0; c < 64; ++c) problem.set_k(token, c, problem.k(0, c));
@@ -249,12 +249,12 @@ TEST_CASE("equal keys all belong to the first cluster", "[backend][cluster]") {
   }
 }
 
-TEST_CASE("keys that are not finite go to cluster 0 and into no mean", "[backend][cluster]") {
+TEST_CASE("keys that are not finite go to cluster 0 and into no mean", "[stages][cluster]") {
   const double bad =
       GENERATE(std::nan(""), std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity());
   const bool seeds_too = GENERATE(false, true);
   CAPTURE(bad, seeds_too);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const ClusterOptions options{.count = 400, .clusters = 30};
   Problem problem({.tokens = 400, .head_dim = 128, .group = 1});
   std::vector<std::uint32_t> broken{permuted(100, 400, options.seed), permuted(399, 400, options.seed)};
@@ -279,8 +279,8 @@ TEST_CASE("keys that are not finite go to cluster 0 and into no mean", "[backend
   }
 }
 
-TEST_CASE("clusterings of several KV heads at once are those of each alone", "[backend][cluster]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("clusterings of several KV heads at once are those of each alone", "[stages][cluster]") {
+  const auto under_test = stages_under_test();
   const Problem problem({.tokens = 3'000, .head_dim = 128, .group = 1});
   const Placed placed = place(*under_test, problem);
   const std::vector<ClusterOptions> all{{.first = 0, .count = 3'000, .clusters = 94},
@@ -289,7 +289,7 @@ TEST_CASE("clusterings of several KV heads at once are those of each alone", "[b
                                         {.first = 2'999, .count = 1, .clusters = 1, .iterations = 1}};
   std::vector<ClusterTask> tasks;
   for (const ClusterOptions& options : all) tasks.push_back(task_of(*under_test, placed, options));
-  under_test->backend().cluster(tasks, under_test->stream());
+  under_test->stages().cluster(tasks, under_test->stream());
   under_test->finish();
   for (std::size_t i = 0; i < all.size(); ++i) {
     CAPTURE(i);
@@ -301,16 +301,14 @@ TEST_CASE("clusterings of several KV heads at once are those of each alone", "[b
   }
 }
 
-TEST_CASE("a clustering that cannot be is refused before anything is written", "[backend][cluster]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("a clustering that cannot be is refused before anything is written", "[stages][cluster]") {
+  const auto under_test = stages_under_test();
   const Problem problem({.tokens = 20, .head_dim = 64, .group = 1});
   const Placed placed = place(*under_test, problem);
   for (const ClusterOptions& options : {ClusterOptions{.count = 4, .clusters = 5}, ClusterOptions{.count = 4},
                                         ClusterOptions{.count = 4, .clusters = 2, .iterations = 0}}) {
     const ClusterTask task = task_of(*under_test, placed, options);
-    REQUIRE(code_of([&] {
-              under_test->backend().cluster({&task, 1}, under_test->stream());
-            }) == Errc::invalid_argument);
+    REQUIRE(code_of([&] { under_test->stages().cluster({&task, 1}, under_test->stream()); }) == Errc::invalid_argument);
     under_test->finish();
     REQUIRE(task.centroids[0] == kUntouched);
     REQUIRE(task.assignment[0] == 1234u);

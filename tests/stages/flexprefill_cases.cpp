@@ -1,4 +1,4 @@
-// FlexPrefill's choice of blocks against the reference's, on any backend.
+// FlexPrefill's choice of blocks against the reference's, on any device.
 
 #include <algorithm>
 #include <cmath>
@@ -63,7 +63,7 @@ struct Pairs {
   std::uint64_t all = 0;
 };
 
-Pairs require_right(BackendUnderTest& under_test, const Prompt& prompt, const PlacedPrompt& placed, Range range,
+Pairs require_right(StagesUnderTest& under_test, const Prompt& prompt, const PlacedPrompt& placed, Range range,
                     const FlexPrefillSpec& spec) {
   const Selection found = select(under_test, placed, range, spec);
   require_sound(found, range, spec);
@@ -76,8 +76,8 @@ Pairs require_right(BackendUnderTest& under_test, const Prompt& prompt, const Pl
   return pairs;
 }
 
-/// Whether the backend has query blocks that choose together; if not, it says so.
-bool flattens(BackendUnderTest& under_test, const PlacedPrompt& placed, const FlexPrefillSpec& spec) {
+/// Whether the device has query blocks that choose together; if not, it says so.
+bool flattens(StagesUnderTest& under_test, const PlacedPrompt& placed, const FlexPrefillSpec& spec) {
   try {
     (void)select(under_test, placed, {.count = 1}, spec);
     return true;
@@ -89,8 +89,8 @@ bool flattens(BackendUnderTest& under_test, const PlacedPrompt& placed, const Fl
 
 }  // namespace
 
-TEST_CASE("columns, diagonals, topics and indifference are recognised", "[backend][flexprefill]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("columns, diagonals, topics and indifference are recognised", "[stages][flexprefill]") {
+  const auto under_test = stages_under_test();
   const auto [page_tokens, dtype, lines] =
       GENERATE(grid(std::array{8u, 16u, 64u, 24u, 256u}, std::array{DType::bf16, DType::f16}, std::array{false, true}));
   CAPTURE(page_tokens, to_string(dtype), lines);
@@ -125,8 +125,8 @@ TEST_CASE("columns, diagonals, topics and indifference are recognised", "[backen
   REQUIRE(of_topic >= 3);
 }
 
-TEST_CASE("a head that asks for one key has its block, by columns", "[backend][flexprefill]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("a head that asks for one key has its block, by columns", "[stages][flexprefill]") {
+  const auto under_test = stages_under_test();
   const Prompt prompt = patterns(2'048, 16, DType::bf16);
   const PlacedPrompt placed(*under_test, prompt);
   // Two blocks of columns: the first, which is forced, and that of the key.
@@ -137,7 +137,7 @@ TEST_CASE("a head that asks for one key has its block, by columns", "[backend][f
   for (const PrefillChoice& choice : found.choices) REQUIRE(choice.query_aware == 0);
 }
 
-TEST_CASE("chunks of any length, anywhere, choose as the reference does", "[backend][flexprefill]") {
+TEST_CASE("chunks of any length, anywhere, choose as the reference does", "[stages][flexprefill]") {
   constexpr auto kRanges = std::to_array<Range>({{0, 1},
                                                  {0, 100},
                                                  {0, 128},
@@ -164,7 +164,7 @@ TEST_CASE("chunks of any length, anywhere, choose as the reference does", "[back
                                       {.gamma = 1.f, .tau = 1.f, .min_budget = 0, .flattened = true}});
   const auto [range, spec] = GENERATE_COPY(grid(kRanges, kSpecs));
   CAPTURE(range.first, range.count, spec.gamma, spec.tau, spec.min_budget, spec.max_budget, spec.lines, spec.flattened);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt = noise({.tokens = range.first + range.count, .head_dim = 64, .group = 4, .seed = 3});
   const PlacedPrompt placed(*under_test, prompt);
   if (spec.flattened && !flattens(*under_test, placed, spec)) return;
@@ -172,7 +172,7 @@ TEST_CASE("chunks of any length, anywhere, choose as the reference does", "[back
   REQUIRE(4 * pairs.open <= pairs.all);  // So that the comparison is worth something.
 }
 
-TEST_CASE("every dtype, head_dim, page size and group chooses as the reference does", "[backend][flexprefill]") {
+TEST_CASE("every dtype, head_dim, page size and group chooses as the reference does", "[stages][flexprefill]") {
   struct Case {
     DType dtype, q_dtype;
     std::uint32_t head_dim, page_tokens, group;
@@ -182,7 +182,7 @@ TEST_CASE("every dtype, head_dim, page size and group chooses as the reference d
                           Case{DType::bf16, DType::f16, 64, 256, 3}, Case{DType::f32, DType::f32, 80, 24, 3},
                           Case{DType::f16, DType::bf16, 64, 32, 32});
   CAPTURE(to_string(c.dtype), to_string(c.q_dtype), c.head_dim, c.page_tokens, c.group);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   Prompt prompt(
       {.dtype = c.dtype, .tokens = 900, .head_dim = c.head_dim, .group = c.group, .page_tokens = c.page_tokens},
       c.q_dtype);
@@ -192,13 +192,13 @@ TEST_CASE("every dtype, head_dim, page size and group chooses as the reference d
   (void)require_right(*under_test, prompt, placed, {.first = 200, .count = 700}, {.gamma = 0.7f, .min_budget = 0});
 }
 
-TEST_CASE("every head of a group chooses for itself, whatever the others attend", "[backend][flexprefill]") {
+TEST_CASE("every head of a group chooses for itself, whatever the others attend", "[stages][flexprefill]") {
   // Heads of four kinds in turns: the first key has nearly all, a column, a diagonal, noise.
   constexpr std::uint32_t kTokens = 1'429;
   const auto group = GENERATE(1u, 3u, 4u, 8u);
   const auto head_dim = GENERATE(64u, 128u);
   CAPTURE(group, head_dim);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   Prompt prompt({.tokens = kTokens, .head_dim = head_dim, .group = group, .page_tokens = 32, .seed = 17}, DType::bf16);
   for (std::uint32_t token = 0; token < kTokens; ++token) {
     for (std::uint32_t head = 0; head < group; ++head) {
@@ -213,7 +213,7 @@ TEST_CASE("every head of a group chooses for itself, whatever the others attend"
   std::vector<OwnTask> own;
   std::vector<SelectBlocksTask> tasks;
   for (const Range& range : ranges) tasks.push_back(own.emplace_back(*under_test, placed, range).task);
-  under_test->backend().select_blocks(tasks, flexprefill(spec), placed.strides, placed.shape, under_test->stream());
+  under_test->stages().select_blocks(tasks, flexprefill(spec), placed.strides, placed.shape, under_test->stream());
   under_test->finish();
   Pairs pairs;
   for (std::size_t i = 0; i < ranges.size(); ++i) {
@@ -230,20 +230,20 @@ TEST_CASE("every head of a group chooses for itself, whatever the others attend"
   REQUIRE(4 * pairs.open <= pairs.all);
 }
 
-TEST_CASE("an outlier and what is far below it", "[backend][flexprefill]") {
+TEST_CASE("an outlier and what is far below it", "[stages][flexprefill]") {
   const auto [outlier, gamma] = GENERATE(grid(std::array{10.0, 100.0}, std::array{0.9f, 1.f}));
   CAPTURE(outlier, gamma);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt = noise({.tokens = 2'300, .head_dim = 128, .group = 4, .outlier = outlier});
   const PlacedPrompt placed(*under_test, prompt);
   (void)require_right(*under_test, prompt, placed, {.count = 2'300}, {.gamma = gamma, .min_budget = 128});
 }
 
-TEST_CASE("keys that are not numbers weigh nothing in the choice", "[backend][flexprefill]") {
+TEST_CASE("keys that are not numbers weigh nothing in the choice", "[stages][flexprefill]") {
   const auto [bad, lines] =
       GENERATE(grid(std::array{std::nan(""), std::numeric_limits<double>::infinity()}, std::array{false, true}));
   CAPTURE(bad, lines);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   Prompt prompt = noise({.tokens = 1'000, .head_dim = 64, .group = 4});
   for (const std::uint32_t key : {3u, 130u, 131u, 999u}) prompt.kv().set_k(key, key % 64, bad);
   const PlacedPrompt placed(*under_test, prompt);

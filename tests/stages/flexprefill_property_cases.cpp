@@ -1,4 +1,4 @@
-// What holds for every choice of blocks by FlexPrefill, and for attention to them, on any backend.
+// What holds for every choice of blocks by FlexPrefill, and for attention to them, on any device.
 
 #include <algorithm>
 #include <cmath>
@@ -26,8 +26,8 @@ std::vector<std::uint32_t> last_rows(const Selection& found, const PrefillRange&
 
 }  // namespace
 
-TEST_CASE("a prompt of nothing but NaN still has its forced blocks", "[backend][flexprefill]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("a prompt of nothing but NaN still has its forced blocks", "[stages][flexprefill]") {
+  const auto under_test = stages_under_test();
   Prompt prompt({.tokens = 600, .head_dim = 64, .group = 2});
   for (std::uint32_t key = 0; key < 600; ++key) prompt.kv().set_k(key, 5, std::nan(""));
   const PlacedPrompt placed(*under_test, prompt);
@@ -37,10 +37,10 @@ TEST_CASE("a prompt of nothing but NaN still has its forced blocks", "[backend][
   }
 }
 
-TEST_CASE("a budget of the whole prompt keeps everything", "[backend][flexprefill]") {
+TEST_CASE("a budget of the whole prompt keeps everything", "[stages][flexprefill]") {
   const auto [tokens, lines] = GENERATE(grid(std::array{1u, 128u, 1'000u}, std::array{false, true}));
   CAPTURE(tokens, lines);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt = noise({.tokens = tokens, .head_dim = 64, .group = 4});
   const PlacedPrompt placed(*under_test, prompt);
   const FlexPrefillSpec spec{.gamma = 1.f, .min_budget = tokens, .lines = lines};
@@ -49,10 +49,10 @@ TEST_CASE("a budget of the whole prompt keeps everything", "[backend][flexprefil
   for (const PrefillChoice& choice : found.choices) REQUIRE(choice.kept == choice.causal);
 }
 
-TEST_CASE("a larger share or budget keeps what a smaller one kept", "[backend][flexprefill]") {
+TEST_CASE("a larger share or budget keeps what a smaller one kept", "[stages][flexprefill]") {
   const auto tau = GENERATE(0.f, 0.1f, 1.f);
   CAPTURE(tau);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt = noise({.tokens = 1'500, .head_dim = 64, .group = 4});
   const PlacedPrompt placed(*under_test, prompt);
   const Range range{.first = 200, .count = 1'300};
@@ -78,11 +78,11 @@ TEST_CASE("a larger share or budget keeps what a smaller one kept", "[backend][f
   }
 }
 
-TEST_CASE("whole lines cover their share of what the representative rows attend", "[backend][flexprefill]") {
+TEST_CASE("whole lines cover their share of what the representative rows attend", "[stages][flexprefill]") {
   const auto [gamma, range] =
       GENERATE(grid(std::array{0.3f, 0.8f, 0.95f}, std::array{Range{0, 1'024}, Range{300, 650}}));
   CAPTURE(gamma, range.first, range.count);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt = noise({.tokens = range.first + range.count, .head_dim = 64, .group = 4});
   const PlacedPrompt placed(*under_test, prompt);
   const FlexPrefillSpec spec{.gamma = gamma, .tau = 0.f, .min_budget = 0, .lines = true};
@@ -103,24 +103,24 @@ TEST_CASE("whole lines cover their share of what the representative rows attend"
   }
 }
 
-TEST_CASE("attention to the chosen blocks is off by no more than what they leave out", "[backend][flexprefill]") {
+TEST_CASE("attention to the chosen blocks is off by no more than what they leave out", "[stages][flexprefill]") {
   const bool designed = GENERATE(false, true);
   CAPTURE(designed);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt = designed ? patterns(900, 16, DType::bf16) : noise({.tokens = 900, .head_dim = 64, .group = 5});
   const PlacedPrompt placed(*under_test, prompt);
   const PrefillRange range{.first = 190, .count = 710};
   const OwnTask own(*under_test, placed, {.first = range.first, .count = range.count});
   const auto out = under_test->array(std::size_t{range.count} * 5 * 64, kNotANumber);
-  under_test->backend().select_blocks({&own.task, 1}, flexprefill({.gamma = 0.8f, .min_budget = 128}), placed.strides,
-                                      placed.shape, under_test->stream());
+  under_test->stages().select_blocks({&own.task, 1}, flexprefill({.gamma = 0.8f, .min_budget = 128}), placed.strides,
+                                     placed.shape, under_test->stream());
   const PrefillTask task{.q = placed.row(range.first),
                          .kv = placed.kv,
                          .first = range.first,
                          .count = range.count,
                          .out = reinterpret_cast<std::byte*>(out.data()),
                          .blocks = own.task.blocks};
-  under_test->backend().prefill({&task, 1}, placed.strides, placed.shape, under_test->stream());
+  under_test->stages().prefill({&task, 1}, placed.strides, placed.shape, under_test->stream());
   under_test->finish();
   const Selection found = own.result();
   PrefillRange masked = range;
@@ -142,9 +142,8 @@ TEST_CASE("attention to the chosen blocks is off by no more than what they leave
   }
 }
 
-TEST_CASE("choices for several chunks at once are those of each alone, every time",
-          "[backend][flexprefill][threads]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("choices for several chunks at once are those of each alone, every time", "[stages][flexprefill][threads]") {
+  const auto under_test = stages_under_test();
   const Prompt prompt = noise({.tokens = 1'400, .head_dim = 128, .group = 4});
   const PlacedPrompt placed(*under_test, prompt);
   const FlexPrefillSpec spec{.gamma = 0.8f, .min_budget = 128};
@@ -153,7 +152,7 @@ TEST_CASE("choices for several chunks at once are those of each alone, every tim
   std::vector<SelectBlocksTask> tasks;
   for (const Range& range : ranges) tasks.push_back(own.emplace_back(*under_test, placed, range).task);
   for (int again = 0; again < 3; ++again) {
-    under_test->backend().select_blocks(tasks, flexprefill(spec), placed.strides, placed.shape, under_test->stream());
+    under_test->stages().select_blocks(tasks, flexprefill(spec), placed.strides, placed.shape, under_test->stream());
     under_test->finish();
     for (std::size_t i = 0; i < ranges.size(); ++i) {
       CAPTURE(i, again);
@@ -169,7 +168,7 @@ TEST_CASE("choices for several chunks at once are those of each alone, every tim
     }
   }
   REQUIRE(own[1].task.choices[0].causal == 0);
-  under_test->backend().select_blocks({}, flexprefill(spec), placed.strides, placed.shape, under_test->stream());
+  under_test->stages().select_blocks({}, flexprefill(spec), placed.strides, placed.shape, under_test->stream());
 }
 
 TEST_CASE("the reference's Jensen-Shannon distance is one", "[flexprefill]") {

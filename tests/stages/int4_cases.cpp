@@ -1,4 +1,4 @@
-// Copies of keys in codes of 4 and 3 bits, and what is estimated from them, on any backend.
+// Copies of keys in codes of 4 and 3 bits, and what is estimated from them, on any device.
 
 #include <algorithm>
 #include <cmath>
@@ -21,13 +21,13 @@ double beyond(std::uint32_t bits, const Extremes& range) {
 
 }  // namespace
 
-TEST_CASE("copies are within half a step of what they copy, or as far off as their range ends", "[backend][int4]") {
+TEST_CASE("copies are within half a step of what they copy, or as far off as their range ends", "[stages][int4]") {
   const std::uint32_t bits = GENERATE(4u, 3u);
   const auto [dtype, head_dim, page_tokens, outlier] =
       GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}, std::array{64u, 80u, 128u},
                     std::array{8u, 16u, 256u}, std::array{1.0, 1e3, 1e-6}));
   CAPTURE(bits, to_string(dtype), head_dim, page_tokens, outlier);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Problem problem({.dtype = dtype,
                          .tokens = 5 * page_tokens - 3,
                          .head_dim = head_dim,
@@ -62,12 +62,12 @@ TEST_CASE("copies are within half a step of what they copy, or as far off as the
   REQUIRE(std::count(untouched.codes.begin(), untouched.codes.end(), copies.layout.levels()) == head_dim);
 }
 
-TEST_CASE("copies of constant, huge and undefined keys are defined", "[backend][int4]") {
+TEST_CASE("copies of constant, huge and undefined keys are defined", "[stages][int4]") {
   const std::uint32_t bits = GENERATE(4u, 3u);
   const auto [dtype, head_dim] =
       GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 96u, 128u, 192u, 256u}));
   CAPTURE(bits, to_string(dtype), head_dim);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   Problem problem({.dtype = dtype, .tokens = 7, .head_dim = head_dim, .group = 1, .page_tokens = 8});
   if (!under_test->supports(problem.shape(), problem.layout())) return;
   const double rows[] = {0.0, 2.5, 1e30, -1e30};
@@ -101,13 +101,13 @@ TEST_CASE("copies of constant, huge and undefined keys are defined", "[backend][
     REQUIRE((std::isnan(copies.row(problem, token).scale) && std::isnan(copies.row(problem, token).zero)));
 }
 
-TEST_CASE("estimates are products with the decoded copies, and near the logits", "[backend][int4]") {
+TEST_CASE("estimates are products with the decoded copies, and near the logits", "[stages][int4]") {
   const std::uint32_t bits = GENERATE(4u, 3u);
   const auto [dtype, head_dim, group] =
       GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{16u, 64u, 80u, 96u, 128u, 192u, 256u},
                     std::array{1u, 3u, 4u, 8u, 13u, 32u}));
   CAPTURE(bits, to_string(dtype), head_dim, group);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const std::uint32_t page_tokens = group == 3 ? 24 : 16;
   const Problem problem({.dtype = dtype,
                          .tokens = 533,
@@ -129,7 +129,7 @@ TEST_CASE("estimates are products with the decoded copies, and near the logits",
                      .bits = bits,
                      .out = out.data()});
   }
-  under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
+  under_test->stages().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
   under_test->finish();
   for (std::uint32_t token = 0; token < 533; ++token) {
     const DecodedRow row = copies.row(problem, token);
@@ -157,7 +157,7 @@ TEST_CASE("estimates are products with the decoded copies, and near the logits",
   for (const ScoreInt4Task& task : tasks) REQUIRE(task.out[std::size_t{group} * task.tokens] == kUntouched);
 }
 
-TEST_CASE("estimates of keys with a large constant part weigh what the keys do", "[backend][int4]") {
+TEST_CASE("estimates of keys with a large constant part weigh what the keys do", "[stages][int4]") {
   const std::uint32_t bits = GENERATE(4u, 3u);
   struct Case {
     DType dtype;
@@ -168,7 +168,7 @@ TEST_CASE("estimates of keys with a large constant part weigh what the keys do",
                         Case{DType::fp8_e4m3, 64, 7, 16}, Case{DType::bf16, 128, 7, 16}, Case{DType::bf16, 192, 1, 8},
                         Case{DType::bf16, 256, 3, 32}})));
   CAPTURE(bits, to_string(dtype), head_dim, group, page_tokens);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   // To set an element of a row of 8 bits rounds the whole row.
   const bool scaled = dtype == DType::fp8_e4m3;
   const std::uint32_t tokens = scaled ? 300 : 600;
@@ -194,7 +194,7 @@ TEST_CASE("estimates of keys with a large constant part weigh what the keys do",
                            .tokens = tokens,
                            .bits = bits,
                            .out = out.data()};
-  under_test->backend().score_int4({&task, 1}, problem.shape(), problem.layout(), under_test->stream());
+  under_test->stages().score_int4({&task, 1}, problem.shape(), problem.layout(), under_test->stream());
   under_test->finish();
   const auto lse = [](const std::vector<double>& logits) {
     const double top = *std::ranges::max_element(logits);
@@ -212,13 +212,13 @@ TEST_CASE("estimates of keys with a large constant part weigh what the keys do",
   }
 }
 
-TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]") {
+TEST_CASE("a tail is scored by its keys, behind the estimates", "[stages][int4]") {
   const std::uint32_t bits = GENERATE(4u, 3u);
   const auto [dtype, head_dim, group] =
       GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3},
                     std::array{16u, 64u, 80u, 128u, 256u}, std::array{1u, 4u, 7u, 13u, 32u}));
   CAPTURE(bits, to_string(dtype), head_dim, group);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const std::uint32_t page_tokens = group == 7 ? 40 : 16, tail_page = 9;
   Problem problem(
       {.dtype = dtype, .tokens = 10 * page_tokens, .head_dim = head_dim, .group = group, .page_tokens = page_tokens});
@@ -241,7 +241,7 @@ TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]
                      .bits = bits,
                      .out = out.data()});
   }
-  under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
+  under_test->stages().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
   under_test->finish();
   for (const ScoreInt4Task& task : tasks) {
     const std::uint32_t row = task.tokens + task.tail_rows;
@@ -261,9 +261,9 @@ TEST_CASE("a tail is scored by its keys, behind the estimates", "[backend][int4]
   }
 }
 
-TEST_CASE("a key with NaN estimates as NaN and spoils no other", "[backend][int4]") {
+TEST_CASE("a key with NaN estimates as NaN and spoils no other", "[stages][int4]") {
   const std::uint32_t bits = GENERATE(4u, 3u);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const std::uint32_t spoiled = GENERATE(3u, 17u);  // In the page whose mean is taken, and behind it.
   Problem problem({.tokens = 40, .group = 5});
   problem.set_k(spoiled, 3, std::nan(""));
@@ -277,7 +277,7 @@ TEST_CASE("a key with NaN estimates as NaN and spoils no other", "[backend][int4
                            .tokens = 40,
                            .bits = bits,
                            .out = out.data()};
-  under_test->backend().score_int4({&task, 1}, problem.shape(), problem.layout(), under_test->stream());
+  under_test->stages().score_int4({&task, 1}, problem.shape(), problem.layout(), under_test->stream());
   under_test->finish();
   for (std::uint32_t i = 0; i < 200; ++i) {
     CAPTURE(bits, i);
@@ -285,7 +285,7 @@ TEST_CASE("a key with NaN estimates as NaN and spoils no other", "[backend][int4
   }
 }
 
-TEST_CASE("estimates of many tasks and of one long task", "[backend][int4]") {
+TEST_CASE("estimates of many tasks and of one long task", "[stages][int4]") {
   const std::uint32_t bits = GENERATE(4u, 3u);
   struct Size {
     std::uint32_t tasks, tokens, group, head_dim;
@@ -295,7 +295,7 @@ TEST_CASE("estimates of many tasks and of one long task", "[backend][int4]") {
   const auto [count, most, group, head_dim] = GENERATE(Catch::Generators::from_range(
       few<3>(std::array{Size{150, 400, 4, 128}, Size{1, 20'000, 4, 128}, Size{1, 150'001, 13, 96},
                         Size{1, 150'003, 4, 128}, Size{1, 250'003, 8, 64}, Size{1, 80'001, 8, 256}})));
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   // The CPU goes through long sequences as through these, whose last page stays as long as it was.
   const std::uint32_t tokens = under_test->is_cpu() ? std::min(most, 20'000u + most % 16) : most;
   CAPTURE(bits, count, tokens, group, head_dim);
@@ -316,7 +316,7 @@ TEST_CASE("estimates of many tasks and of one long task", "[backend][int4]") {
                      .bits = bits,
                      .out = under_test->array(std::size_t{group} * (visible + 5), kUntouched).data()});
   }
-  under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
+  under_test->stages().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
   under_test->finish();
   std::vector<Estimate> expected;
   for (std::uint32_t token = 0; token < tokens; ++token) {

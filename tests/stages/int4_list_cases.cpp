@@ -1,4 +1,4 @@
-// Estimates from copies, in codes, of listed pages, on any backend.
+// Estimates from copies, in codes, of listed pages, on any device.
 
 #include <algorithm>
 #include <cmath>
@@ -13,13 +13,13 @@ namespace sluice::test {
 
 using namespace int4_copies;
 
-TEST_CASE("with lists every head has its own pages, and the tail is minus infinity", "[backend][int4]") {
+TEST_CASE("with lists every head has its own pages, and the tail is minus infinity", "[stages][int4]") {
   const std::uint32_t bits = GENERATE(4u, 3u);
   const auto [head_dim, group, page_tokens, listed] =
       GENERATE(grid(std::array{64u, 96u, 128u, 192u, 256u}, std::array{1u, 4u, 7u, 32u}, std::array{8u, 16u, 40u},
                     std::array{1u, 5u, 29u}));
   CAPTURE(bits, head_dim, group, page_tokens, listed);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const std::uint32_t pages = 30;
   const std::uint32_t tokens = pages * page_tokens - 5;  // The last page is open.
   const Problem problem({.tokens = tokens, .head_dim = head_dim, .group = group, .page_tokens = page_tokens});
@@ -46,7 +46,7 @@ TEST_CASE("with lists every head has its own pages, and the tail is minus infini
                                        .listed = listed,
                                        .bits = bits,
                                        .out = out.data()});
-  under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
+  under_test->stages().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
   under_test->finish();
   REQUIRE(out.back() == kUntouched);
   for (std::uint32_t head = 0; head < group; ++head) {
@@ -61,12 +61,12 @@ TEST_CASE("with lists every head has its own pages, and the tail is minus infini
   }
 }
 
-TEST_CASE("lists of pages without visible tokens are minus infinity, and no copy is read", "[backend][int4]") {
+TEST_CASE("lists of pages without visible tokens are minus infinity, and no copy is read", "[stages][int4]") {
   const auto group = GENERATE(1u, 7u);
   CAPTURE(group);
   constexpr std::uint32_t kListed = 5;
   constexpr std::uint32_t kPageTokens = 16;
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Problem problem({.tokens = kPageTokens, .head_dim = 64, .group = group, .page_tokens = kPageTokens});
   const Placed placed = place(*under_test, problem);
   const auto lists = under_test->array<std::uint32_t>(std::size_t{group} * kListed);
@@ -75,13 +75,13 @@ TEST_CASE("lists of pages without visible tokens are minus infinity, and no copy
   const auto out = under_test->array(group * row + 1, kUntouched);
   const std::vector<ScoreInt4Task> tasks(
       1, {.q = placed.q, .frames = placed.device_frames, .lists = lists.data(), .listed = kListed, .out = out.data()});
-  under_test->backend().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
+  under_test->stages().score_int4(tasks, problem.shape(), problem.layout(), under_test->stream());
   under_test->finish();
   REQUIRE(out.back() == kUntouched);
   REQUIRE(std::ranges::all_of(out.first(group * row), [](float score) { return score == -kInf; }));
 }
 
-TEST_CASE("with lists, what is attended anyway has one place, listed or not", "[backend][int4]") {
+TEST_CASE("with lists, what is attended anyway has one place, listed or not", "[stages][int4]") {
   struct Window {
     std::uint32_t sinks, recent;  ///< `recent` of the tokens are recent
   };
@@ -92,7 +92,7 @@ TEST_CASE("with lists, what is attended anyway has one place, listed or not", "[
                          std::array{1u, 7u, 29u}, kWindows));
   const std::uint32_t pages = 29, tokens = pages * page_tokens;
   CAPTURE(head_dim, group, page_tokens, listed, window.sinks, window.recent);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Problem problem({.tokens = tokens + 3, .head_dim = head_dim, .group = group, .page_tokens = page_tokens});
   const Placed placed = place(*under_test, problem);
   const Copies copies(*under_test, problem, placed);
@@ -118,7 +118,7 @@ TEST_CASE("with lists, what is attended anyway has one place, listed or not", "[
   const std::size_t row = task.row(page_tokens);
   const auto out = under_test->array(group * row + 1, kUntouched);
   task.out = out.data();
-  under_test->backend().score_int4({&task, 1}, problem.shape(), problem.layout(), under_test->stream());
+  under_test->stages().score_int4({&task, 1}, problem.shape(), problem.layout(), under_test->stream());
   under_test->finish();
   REQUIRE(out.back() == kUntouched);
   for (std::uint32_t head = 0; head < group; ++head) {

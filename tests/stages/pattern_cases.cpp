@@ -1,4 +1,4 @@
-// StreamingLLM's mask and MInference's patterns of prompts against the reference's, on any backend.
+// StreamingLLM's mask and MInference's patterns of prompts against the reference's, on any device.
 
 #include <algorithm>
 #include <cmath>
@@ -46,13 +46,12 @@ std::uint64_t require_like(const PatternChoice& expected, const Selection& found
 
 }  // namespace
 
-TEST_CASE("a window of a prompt is what its definition says, for chunks of any length anywhere",
-          "[backend][patterns]") {
+TEST_CASE("a window of a prompt is what its definition says, for chunks of any length anywhere", "[stages][patterns]") {
   constexpr auto kSizes = std::to_array<StreamingPrefillSpec>(
       {{0, 1}, {1, 2}, {4, 128}, {128, 129}, {129, 130}, {200, 300}, {0, 1'000}, {5'000, 1}, {1'024, 8'192}});
   const auto [range, sizes] = GENERATE_COPY(grid(kRanges, kSizes));
   CAPTURE(range.first, range.count, sizes.sinks, sizes.window);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   // Whatever it says.
   Prompt prompt = noise({.tokens = range.first + range.count, .head_dim = 64, .group = 2});
   prompt.kv().set_k(0, 3, std::nan(""));
@@ -76,13 +75,13 @@ TEST_CASE("a window of a prompt is what its definition says, for chunks of any l
 }
 
 TEST_CASE("a window, and pooled blocks of whole query blocks, are the same in chunks and at once",
-          "[backend][patterns]") {
+          "[stages][patterns]") {
   const auto spec = GENERATE(streaming(100, 300), minference({.pattern = HeadPattern::a_shape, .a_shape = {1, 200}}),
                              minference({.pattern = HeadPattern::block_sparse, .blocks = 384}));
   const std::uint32_t cut = GENERATE(384u, 640u, 500u);
   if (cut % kPrefillBlock != 0 && spec.minference.pattern == HeadPattern::block_sparse) return;
   CAPTURE(static_cast<int>(spec.mode), cut);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt = noise({.tokens = 1'100, .head_dim = 64, .group = 3});
   const PlacedPrompt placed(*under_test, prompt);
   const Selection whole = select(*under_test, placed, {.count = 1'100}, spec);
@@ -100,7 +99,7 @@ TEST_CASE("a window, and pooled blocks of whole query blocks, are the same in ch
   }
 }
 
-TEST_CASE("patterns of chunks of any length, anywhere, are the reference's", "[backend][patterns]") {
+TEST_CASE("patterns of chunks of any length, anywhere, are the reference's", "[stages][patterns]") {
   const auto spec = GENERATE(values<MInferenceSpec>({{.columns = 0, .diagonals = 0},
                                                      {.columns = 128, .diagonals = 300},
                                                      {.columns = 500, .diagonals = 1},
@@ -119,7 +118,7 @@ TEST_CASE("patterns of chunks of any length, anywhere, are the reference's", "[b
                                                       .a_shape = {.sinks = 1, .window = 200}}}));
   const auto range = GENERATE(from_range(kRanges));
   CAPTURE(range.first, range.count, static_cast<int>(spec.pattern), spec.columns, spec.diagonals, spec.blocks);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt = noise({.tokens = range.first + range.count, .head_dim = 64, .group = 4, .seed = 3});
   const PlacedPrompt placed(*under_test, prompt);
   const Selection found = select(*under_test, placed, range, minference(spec));
@@ -133,11 +132,11 @@ TEST_CASE("patterns of chunks of any length, anywhere, are the reference's", "[b
   if (all > 200) REQUIRE(4 * open <= all);  // So that the comparison is worth something.
 }
 
-TEST_CASE("each head has the pattern that holds what it attends", "[backend][patterns]") {
+TEST_CASE("each head has the pattern that holds what it attends", "[stages][patterns]") {
   const auto [page_tokens, dtype] = GENERATE(grid(std::array{16u, 24u, 256u}, std::array{DType::bf16, DType::f16}));
   CAPTURE(page_tokens, to_string(dtype));
   constexpr std::uint32_t kTokens = 2'048;
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const MInferenceSpec spec{.pattern = HeadPattern::best,
                             .columns = 256,
                             .diagonals = 256,
@@ -177,7 +176,7 @@ TEST_CASE("each head has the pattern that holds what it attends", "[backend][pat
   }
 }
 
-TEST_CASE("patterns of every dtype, head_dim, page size and group are the reference's", "[backend][patterns]") {
+TEST_CASE("patterns of every dtype, head_dim, page size and group are the reference's", "[stages][patterns]") {
   struct Case {
     DType dtype, q_dtype;
     std::uint32_t head_dim, page_tokens, group;
@@ -186,7 +185,7 @@ TEST_CASE("patterns of every dtype, head_dim, page size and group are the refere
                           Case{DType::bf16, DType::bf16, 64, 40, 1}, Case{DType::f16, DType::f16, 128, 128, 8},
                           Case{DType::f32, DType::f32, 80, 24, 3}, Case{DType::f16, DType::bf16, 64, 32, 32});
   CAPTURE(to_string(c.dtype), to_string(c.q_dtype), c.head_dim, c.page_tokens, c.group);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt(
       {.dtype = c.dtype, .tokens = 900, .head_dim = c.head_dim, .group = c.group, .page_tokens = c.page_tokens},
       c.q_dtype);
@@ -204,14 +203,14 @@ TEST_CASE("patterns of every dtype, head_dim, page size and group are the refere
     (void)require_like(reference::minference(prompt, head, range.first, range.count, spec), found, head);
 }
 
-TEST_CASE("sizes of the whole prompt keep everything", "[backend][patterns]") {
+TEST_CASE("sizes of the whole prompt keep everything", "[stages][patterns]") {
   const auto spec = GENERATE(streaming(0, 1'000), streaming(1'000, 1), minference({.columns = 1'000, .diagonals = 0}),
                              minference({.columns = 0, .diagonals = 1'000}),
                              minference({.pattern = HeadPattern::block_sparse, .blocks = 1'000}),
                              minference({.pattern = HeadPattern::best, .columns = 1'000, .a_shape = {1, 1}}));
   const auto tokens = GENERATE(1u, 128u, 1'000u);
   CAPTURE(static_cast<int>(spec.mode), static_cast<int>(spec.minference.pattern), tokens);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt = noise({.tokens = tokens, .head_dim = 64, .group = 4});
   const PlacedPrompt placed(*under_test, prompt);
   const Selection found = select(*under_test, placed, {.count = tokens}, spec);
@@ -222,8 +221,8 @@ TEST_CASE("sizes of the whole prompt keep everything", "[backend][patterns]") {
   }
 }
 
-TEST_CASE("patterns of keys that are not numbers, and of equal weights", "[backend][patterns]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("patterns of keys that are not numbers, and of equal weights", "[stages][patterns]") {
+  const auto under_test = stages_under_test();
   const auto pattern = GENERATE(HeadPattern::vertical_slash, HeadPattern::block_sparse, HeadPattern::best);
   const MInferenceSpec spec{
       .pattern = pattern, .columns = 256, .diagonals = 256, .blocks = 256, .a_shape = {.sinks = 1, .window = 129}};
@@ -257,8 +256,8 @@ TEST_CASE("patterns of keys that are not numbers, and of equal weights", "[backe
   }
 }
 
-TEST_CASE("patterns of several chunks at once are those of each alone, every time", "[backend][patterns][threads]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("patterns of several chunks at once are those of each alone, every time", "[stages][patterns][threads]") {
+  const auto under_test = stages_under_test();
   const Prompt prompt = noise({.tokens = 1'400, .head_dim = 128, .group = 4});
   const PlacedPrompt placed(*under_test, prompt);
   const PrefillSpec spec = GENERATE(streaming(1, 300), minference({.pattern = HeadPattern::best,
@@ -271,7 +270,7 @@ TEST_CASE("patterns of several chunks at once are those of each alone, every tim
   std::vector<SelectBlocksTask> tasks;
   for (const Range& range : ranges) tasks.push_back(own.emplace_back(*under_test, placed, range).task);
   for (int again = 0; again < 3; ++again) {
-    under_test->backend().select_blocks(tasks, spec, placed.strides, placed.shape, under_test->stream());
+    under_test->stages().select_blocks(tasks, spec, placed.strides, placed.shape, under_test->stream());
     under_test->finish();
     for (std::size_t i = 0; i < ranges.size(); ++i) {
       CAPTURE(i, again);
@@ -287,8 +286,8 @@ TEST_CASE("patterns of several chunks at once are those of each alone, every tim
   }
 }
 
-TEST_CASE("a choice of blocks is refused where nothing is to be chosen", "[backend][patterns]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("a choice of blocks is refused where nothing is to be chosen", "[stages][patterns]") {
+  const auto under_test = stages_under_test();
   const Prompt prompt = noise({.tokens = 16, .head_dim = 64, .group = 1});
   const PlacedPrompt placed(*under_test, prompt);
   try {

@@ -1,4 +1,4 @@
-// Attention of a prompt's chunk: windows of keys and masks of blocks, on any backend.
+// Attention of a prompt's chunk: windows of keys and masks of blocks, on any device.
 
 #include <ostream>
 #include <vector>
@@ -46,11 +46,11 @@ Prompt prompt_of(const Case& c, float scale = 0.f, float softcap = 0.f) {
 
 }  // namespace
 
-TEST_CASE("prefill of a chunk that begins anywhere, and its log-sum-exp", "[backend][prefill][threads]") {
+TEST_CASE("prefill of a chunk that begins anywhere, and its log-sum-exp", "[stages][prefill][threads]") {
   const Case c = GENERATE(from_range(kCases), Case{333, 70, 3, 96, 16, DType::fp8_e4m3, DType::f32},
                           Case{290, 129, 8, 128, 8, DType::fp8_e4m3, DType::bf16});
   CAPTURE(c);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt = prompt_of(c);
   if (!under_test->supports(prompt.kv().shape(), prompt.kv().layout())) return;
   const PlacedPrompt placed(*under_test, prompt);
@@ -61,11 +61,11 @@ TEST_CASE("prefill of a chunk that begins anywhere, and its log-sum-exp", "[back
   require_close(found, reference::prefill(prompt, range), within(prompt));
 }
 
-TEST_CASE("prefill attends a window of keys that begins late and ends early", "[backend][prefill]") {
+TEST_CASE("prefill attends a window of keys that begins late and ends early", "[stages][prefill]") {
   // Parts: a tail, a middle part, and one that ends inside a page.
   const auto [c, part] = GENERATE(grid(kCases, std::array{0, 1, 2}));
   CAPTURE(c, part);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt = prompt_of(c);
   const PlacedPrompt placed(*under_test, prompt);
   const std::uint32_t third = c.tokens / 3 / c.page_tokens * c.page_tokens;
@@ -79,10 +79,10 @@ TEST_CASE("prefill attends a window of keys that begins late and ends early", "[
   require_close(found, reference::prefill(prompt, range), within(prompt));
 }
 
-TEST_CASE("prefill over windows equals prefill in one piece", "[backend][prefill]") {
+TEST_CASE("prefill over windows equals prefill in one piece", "[stages][prefill]") {
   const auto [c, masked] = GENERATE(grid(kCases, std::array{false, true}));
   CAPTURE(c, masked);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt = prompt_of(c);
   const PlacedPrompt placed(*under_test, prompt);
   const std::vector<std::uint32_t> bits =
@@ -101,10 +101,10 @@ TEST_CASE("prefill over windows equals prefill in one piece", "[backend][prefill
   }
 }
 
-TEST_CASE("prefill attends the newest keys within reach, in one piece or over windows", "[backend][prefill]") {
+TEST_CASE("prefill attends the newest keys within reach, in one piece or over windows", "[stages][prefill]") {
   const auto [c, reach] = GENERATE(grid(kCases, std::array{1u, 40u, 128u, 211u, 5'000u}));
   CAPTURE(c, reach);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt = prompt_of(c);
   const PlacedPrompt placed(*under_test, prompt);
   const PrefillRange range{.first = c.first, .count = c.tokens - c.first, .reach = reach};
@@ -120,10 +120,10 @@ TEST_CASE("prefill attends the newest keys within reach, in one piece or over wi
   }
 }
 
-TEST_CASE("prefill with a scale and a soft-cap, with and without a reach", "[backend][prefill]") {
+TEST_CASE("prefill with a scale and a soft-cap, with and without a reach", "[stages][prefill]") {
   const auto [c, softcap, reach] = GENERATE(grid(kCases, std::array{0.f, 0.7f, 30.f}, std::array{0u, 77u}));
   CAPTURE(c, softcap, reach);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt = prompt_of(c, 0.3f, softcap);
   const PlacedPrompt placed(*under_test, prompt);
   const PrefillRange range{.first = c.first, .count = c.tokens - c.first, .reach = reach};
@@ -134,10 +134,10 @@ TEST_CASE("prefill with a scale and a soft-cap, with and without a reach", "[bac
   require_close(found, reference::prefill(prompt, range), 4 * within(prompt));
 }
 
-TEST_CASE("prefill attends the blocks that are named and no others", "[backend][prefill]") {
+TEST_CASE("prefill attends the blocks that are named and no others", "[stages][prefill]") {
   const auto [c, kind] = GENERATE(grid(kCases, std::array{Bits::none, Bits::diagonal, Bits::random, Bits::column}));
   CAPTURE(c, static_cast<int>(kind));
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt = prompt_of(c);
   const PlacedPrompt placed(*under_test, prompt);
   const std::vector<std::uint32_t> bits = block_bits(prompt, c.first, kind);

@@ -1,4 +1,4 @@
-// Attention of a prompt's chunk at its edges, and of several chunks in one call, on any backend.
+// Attention of a prompt's chunk at its edges, and of several chunks in one call, on any device.
 
 #include <cmath>
 #include <vector>
@@ -10,8 +10,8 @@ namespace sluice::test {
 
 using namespace prefills;
 
-TEST_CASE("bits beyond a query block's own and beyond the keys mean nothing", "[backend][prefill]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("bits beyond a query block's own and beyond the keys mean nothing", "[stages][prefill]") {
+  const auto under_test = stages_under_test();
   const Prompt prompt({.tokens = 300, .head_dim = 64, .group = 2});
   const PlacedPrompt placed(*under_test, prompt);
   const PrefillRange range{.first = 70, .count = 230};
@@ -23,8 +23,8 @@ TEST_CASE("bits beyond a query block's own and beyond the keys mean nothing", "[
   require_close(found, reference::prefill(prompt, range), within(prompt));
 }
 
-TEST_CASE("keys of blocks that are not named are not looked at", "[backend][prefill]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("keys of blocks that are not named are not looked at", "[stages][prefill]") {
+  const auto under_test = stages_under_test();
   Prompt prompt({.tokens = 400, .head_dim = 64, .group = 4});
   for (std::uint32_t key = 128; key < 256; ++key) prompt.kv().set_k(key, key % 64, std::nan(""));
   const PlacedPrompt placed(*under_test, prompt);
@@ -44,10 +44,10 @@ TEST_CASE("keys of blocks that are not named are not looked at", "[backend][pref
   require_close(found, reference::prefill(prompt, range), within(prompt));
 }
 
-TEST_CASE("prefill with a key that outweighs all others", "[backend][prefill]") {
+TEST_CASE("prefill with a key that outweighs all others", "[stages][prefill]") {
   const auto [outlier, windows] = GENERATE(grid(std::array{8.0, 60.0}, std::array{false, true}));
   CAPTURE(outlier, windows);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Prompt prompt({.tokens = 320, .head_dim = 128, .group = 4, .outlier = outlier}, DType::f32);
   const PlacedPrompt placed(*under_test, prompt);
   const PrefillRange range{.first = 150, .count = 170};
@@ -59,8 +59,8 @@ TEST_CASE("prefill with a key that outweighs all others", "[backend][prefill]") 
 }
 
 TEST_CASE("prefill of several tasks, of unequal length and with masks of their own, in one call",
-          "[backend][prefill][threads]") {
-  const auto under_test = backend_under_test();
+          "[stages][prefill][threads]") {
+  const auto under_test = stages_under_test();
   const DType dtype = GENERATE(DType::bf16, DType::f16);
   CAPTURE(to_string(dtype));
   const Prompt prompt({.dtype = dtype, .tokens = 410, .head_dim = 64, .group = 4});
@@ -84,8 +84,8 @@ TEST_CASE("prefill of several tasks, of unequal length and with masks of their o
   }
 }
 
-TEST_CASE("prefill without a log-sum-exp, of no task and of no token", "[backend][prefill]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("prefill without a log-sum-exp, of no task and of no token", "[stages][prefill]") {
+  const auto under_test = stages_under_test();
   const Prompt prompt({.tokens = 140, .head_dim = 64, .group = 2});
   const PlacedPrompt placed(*under_test, prompt);
   run(*under_test, placed, {});

@@ -1,14 +1,15 @@
-// Digests and scores, on any backend.
+// Digests and scores, on any device.
 
 #include <cmath>
 #include <vector>
 
 #include "sluice/page_rules.hpp"
-#include "tests/support/backend_under_test.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/derived_pages.hpp"
 #include "tests/support/random.hpp"
 #include "tests/support/reference.hpp"
 #include "tests/support/sanitized.hpp"
+#include "tests/support/stages_under_test.hpp"
 
 namespace sluice::test {
 namespace {
@@ -16,34 +17,30 @@ namespace {
 constexpr double kUntouched = 1234.0;
 
 /// Digests of all pages, in the problem's frames; the frames between are NaN.
-std::span<const std::byte> digests_of(BackendUnderTest& under_test, const Problem& problem, const Placed& placed,
+std::span<const std::byte> digests_of(StagesUnderTest& under_test, const Problem& problem, const Placed& placed,
                                       DigestKind kind) {
   const std::size_t digest_bytes = 2 * problem.layout().near().row_bytes();
   const auto digests = under_test.array((2 * problem.frames().size() + 1) * digest_bytes, std::byte{0xff});
-  std::vector<DigestTask> tasks;
-  for (std::uint32_t page = 0; page < problem.frames().size(); ++page) {
-    tasks.push_back({.page = placed.kv.page(page), .out = digests.data() + problem.frames()[page] * digest_bytes});
-  }
-  under_test.backend().digest(tasks, kind, problem.layout(), under_test.stream());
+  derive(under_test, {.kv = placed.kv, .tokens = problem.options().tokens, .digests = digests.data(), .kind = kind});
   return digests;
 }
 
 /// [group, pages]
-std::vector<float> score_pages(BackendUnderTest& under_test, const Problem& problem, DigestKind kind) {
+std::vector<float> score_pages(StagesUnderTest& under_test, const Problem& problem, DigestKind kind) {
   const Placed placed = place(under_test, problem);
   const auto digests = digests_of(under_test, problem, placed, kind);
   const auto pages = static_cast<std::uint32_t>(problem.frames().size());
   const auto out = under_test.array(std::size_t{problem.options().group} * pages, kNotANumber);
   const ScorePagesTask task{
       .q = placed.q, .digests = digests.data(), .frames = placed.device_frames, .pages = pages, .out = out.data()};
-  under_test.backend().score_pages({&task, 1}, problem.shape(), problem.options().dtype, under_test.stream());
+  under_test.stages().score_pages({&task, 1}, problem.shape(), problem.options().dtype, under_test.stream());
   under_test.finish();
   return {out.begin(), out.end()};
 }
 
-/// Random digests hi >= lo in memory of the backend.
+/// Random digests hi >= lo in memory of the device.
 struct Digests {
-  Digests(BackendUnderTest& under_test, DType type, std::uint32_t dim, std::uint32_t frames)
+  Digests(StagesUnderTest& under_test, DType type, std::uint32_t dim, std::uint32_t frames)
       : dtype(type), head_dim(dim), data(under_test.array<std::byte>(std::size_t{2} * frames * dim * bytes_of(type))) {
     Random random(frames);
     for (std::size_t frame = 0; frame < frames; ++frame) {
@@ -69,7 +66,7 @@ struct Digests {
 };
 
 /// One task over `pages` random frames with queries of its own. One float more than the output has is watched.
-ScorePagesTask random_task(BackendUnderTest& under_test, const Digests& digests, std::uint32_t frames,
+ScorePagesTask random_task(StagesUnderTest& under_test, const Digests& digests, std::uint32_t frames,
                            std::uint32_t group, std::uint32_t pages) {
   Random random(pages + group);
   const auto q = under_test.array<float>(std::size_t{group} * digests.head_dim);
@@ -94,13 +91,13 @@ void check_scores(const Digests& digests, const ScorePagesTask& task, std::uint3
 
 }  // namespace
 
-TEST_CASE("digests are what their definition says, rounded", "[backend]") {
+TEST_CASE("digests are what their definition says, rounded", "[stages]") {
   const auto [kind, dtype, head_dim, page_tokens, outlier] =
       GENERATE(grid(std::array{DigestKind::box, DigestKind::cuboid_mean},
                     std::array{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3},
                     std::array{64u, 80u, 96u, 128u, 192u, 256u}, std::array{8u, 16u, 256u}, std::array{1.0, 1e3}));
   CAPTURE(static_cast<int>(kind), to_string(dtype), head_dim, page_tokens, outlier);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const std::uint32_t pages = page_tokens == 8 ? 200 : 3;
   const Problem problem({.dtype = dtype,
                          .tokens = pages * page_tokens,
@@ -127,10 +124,10 @@ TEST_CASE("digests are what their definition says, rounded", "[backend]") {
   }
 }
 
-TEST_CASE("NaN in a page's first key makes its score NaN, in a later key it is ignored", "[backend]") {
+TEST_CASE("NaN in a page's first key makes its score NaN, in a later key it is ignored", "[stages]") {
   const auto kind = GENERATE(DigestKind::box, DigestKind::cuboid_mean);
   CAPTURE(static_cast<int>(kind));
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   Problem problem({.tokens = 3 * 16, .group = 2});
   problem.set_k(0, 5, std::nan(""));
   problem.set_k(16 + 7, 5, std::nan(""));
@@ -142,11 +139,11 @@ TEST_CASE("NaN in a page's first key makes its score NaN, in a later key it is i
   }
 }
 
-TEST_CASE("a page's box bounds every key and its cuboid mean lies inside", "[backend]") {
+TEST_CASE("a page's box bounds every key and its cuboid mean lies inside", "[stages]") {
   const auto [dtype, head_dim, outlier] =
       GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 80u, 96u, 128u, 192u, 256u}, std::array{1.0, 1e3}));
   CAPTURE(to_string(dtype), head_dim, outlier);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const Problem problem({.dtype = dtype, .tokens = 40 * 16, .head_dim = head_dim, .group = 3, .outlier = outlier});
   if (!under_test->supports(problem.shape(), problem.layout())) return;
   const std::vector<float> box = score_pages(*under_test, problem, DigestKind::box);
@@ -166,9 +163,9 @@ TEST_CASE("a page's box bounds every key and its cuboid mean lies inside", "[bac
   }
 }
 
-TEST_CASE("a page of identical keys scores q.k, and the order of tokens does not matter", "[backend]") {
+TEST_CASE("a page of identical keys scores q.k, and the order of tokens does not matter", "[stages]") {
   const auto kind = GENERATE(DigestKind::box, DigestKind::cuboid_mean);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   Problem problem({.tokens = 32, .group = 2});
   Problem reversed = problem;
   for (std::uint32_t token = 0; token < 16; ++token) {
@@ -189,12 +186,12 @@ TEST_CASE("a page of identical keys scores q.k, and the order of tokens does not
   }
 }
 
-TEST_CASE("page scores add up the larger products, for any group and any numbers of pages", "[backend]") {
+TEST_CASE("page scores add up the larger products, for any group and any numbers of pages", "[stages]") {
   const auto [dtype, head_dim, group] =
       GENERATE(grid(std::array{DType::f32, DType::f16, DType::bf16}, std::array{64u, 80u, 96u, 128u, 192u, 256u},
                     std::array{1u, 3u, 4u, 8u, 32u}));
   CAPTURE(to_string(dtype), head_dim, group);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const AttentionShape shape{.layers = 1, .q_heads = group, .kv_heads = 1, .head_dim = head_dim};
   if (!under_test->supports(shape, {.head_dim = head_dim, .dtype = dtype})) return;
   constexpr std::uint32_t kFrames = 999;
@@ -203,14 +200,14 @@ TEST_CASE("page scores add up the larger products, for any group and any numbers
   for (const std::uint32_t pages : {1u, 2u, 0u, 31u, 33u, 500u}) {
     tasks.push_back(random_task(*under_test, digests, kFrames, group, pages));
   }
-  under_test->backend().score_pages(tasks, shape, dtype, under_test->stream());
+  under_test->stages().score_pages(tasks, shape, dtype, under_test->stream());
   under_test->finish();
   for (const ScorePagesTask& task : tasks) check_scores(digests, task, group);
 }
 
-TEST_CASE("page scores of many tasks and of one long task", "[backend]") {
+TEST_CASE("page scores of many tasks and of one long task", "[stages]") {
   const auto many = GENERATE(true, false);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const AttentionShape shape{.layers = 1, .q_heads = 4, .kv_heads = 1, .head_dim = 128};
   constexpr std::uint32_t kFrames = 3000;
   const Digests digests(*under_test, DType::bf16, shape.head_dim, kFrames);
@@ -218,7 +215,7 @@ TEST_CASE("page scores of many tasks and of one long task", "[backend]") {
   for (std::uint32_t i = 0; i < (many ? 300u : 1u); ++i) {
     tasks.push_back(random_task(*under_test, digests, kFrames, 4, many ? i % 50 : 30'000));
   }
-  under_test->backend().score_pages(tasks, shape, DType::bf16, under_test->stream());
+  under_test->stages().score_pages(tasks, shape, DType::bf16, under_test->stream());
   under_test->finish();
   for (const ScorePagesTask& task : tasks) check_scores(digests, task, 4);
 }

@@ -1,14 +1,14 @@
-// top-p, on any backend.
+// top-p, on any device.
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "tests/support/backend_under_test.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/prune_reference.hpp"
 #include "tests/support/random.hpp"
 #include "tests/support/sanitized.hpp"
+#include "tests/support/stages_under_test.hpp"
 
 namespace sluice::test {
 namespace {
@@ -18,9 +18,9 @@ constexpr std::uint32_t kUntouchedWord = 0xa5a5'5a5au;
 
 }  // namespace
 
-TEST_CASE("top-p keeps the fewest that reach p, and all ties of the smallest", "[backend][top_p]") {
+TEST_CASE("top-p keeps the fewest that reach p, and all ties of the smallest", "[stages][top_p]") {
   const auto count = GENERATE(0u, 1u, 2u, 31u, 32u, 33u, 1'000u, 8'192u, 36'864u, 36'865u, 131'073u, 147'457u, 300'001u, 589'825u);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   Random random(count + 1);
   for (std::uint32_t round = 0; round < (count > 8'192 ? 6u : 40u); ++round) {
     const std::vector<float> row = count == 0 ? std::vector<float>{} : random_logits(count, random);
@@ -29,7 +29,7 @@ TEST_CASE("top-p keeps the fewest that reach p, and all ties of the smallest", "
     const auto kept = under_test->array(2, kUntouchedWord);
     const float p = round % 5 == 4 ? 1.f : static_cast<float>(0.05 + 0.94 * random.uniform());
     const TopPTask task{.values = values, .p = p, .mask = mask.data(), .count = kept.data()};
-    under_test->backend().top_p({&task, 1}, under_test->stream());
+    under_test->stages().top_p({&task, 1}, under_test->stream());
     under_test->finish();
     CAPTURE(count, round, p, kept[0]);
     REQUIRE(mask.back() == kUntouchedWord);
@@ -38,8 +38,8 @@ TEST_CASE("top-p keeps the fewest that reach p, and all ties of the smallest", "
   }
 }
 
-TEST_CASE("top-p of one heavy value keeps it, of equal values p of them, and p = 1 keeps all", "[backend][top_p]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("top-p of one heavy value keeps it, of equal values p of them, and p = 1 keeps all", "[stages][top_p]") {
+  const auto under_test = stages_under_test();
   constexpr std::uint32_t kCount = 1'000;
   std::vector<float> distinct(kCount);  // Equal weights but for the last bits: no ties.
   for (std::uint32_t i = 0; i < kCount; ++i) distinct[i] = 1.f + static_cast<float>(i * 7 % kCount) * 0x1p-23f;
@@ -69,7 +69,7 @@ TEST_CASE("top-p of one heavy value keeps it, of equal values p of them, and p =
                      .mask = under_test->array((one.values.size() + 31) / 32, kUntouchedWord).data(),
                      .count = counts.back().data()});
   }
-  under_test->backend().top_p(tasks, under_test->stream());
+  under_test->stages().top_p(tasks, under_test->stream());
   under_test->finish();
   for (std::size_t i = 0; i < std::size(cases); ++i) {
     CAPTURE(i);
@@ -79,10 +79,10 @@ TEST_CASE("top-p of one heavy value keeps it, of equal values p of them, and p =
   }
 }
 
-TEST_CASE("top-p of soft-capped values weighs them capped, and orders them as they were", "[backend][top_p]") {
+TEST_CASE("top-p of soft-capped values weighs them capped, and orders them as they were", "[stages][top_p]") {
   const auto [count, softcap] =
       GENERATE(grid(std::array{1u, 33u, 1'000u, 36'865u, 300'001u, 589'825u}, std::array{2.f, 30.f}));
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   Random random(count + 3);
   std::vector<float> row(count);
   for (float& value : row) value = static_cast<float>(4.0 * random.normal());
@@ -95,7 +95,7 @@ TEST_CASE("top-p of soft-capped values weighs them capped, and orders them as th
                       .softcap = softcap,
                       .mask = mask.data(),
                       .count = kept.data()};
-  under_test->backend().top_p({&task, 1}, under_test->stream());
+  under_test->stages().top_p({&task, 1}, under_test->stream());
   under_test->finish();
   CAPTURE(count, softcap, kept[0]);
   const auto has = [&](std::uint32_t i) { return (mask[i / 32] >> i % 32 & 1u) != 0; };
@@ -119,9 +119,9 @@ TEST_CASE("top-p of soft-capped values weighs them capped, and orders them as th
   REQUIRE(held - weight(least) < (kShare + 1e-5) * all);
 }
 
-TEST_CASE("what is attended anyway counts first and is not marked", "[backend][top_p]") {
+TEST_CASE("what is attended anyway counts first and is not marked", "[stages][top_p]") {
   const auto count = GENERATE(1u, 2u, 33u, 1'000u, 8'193u, 36'864u, 36'865u, 131'073u, 589'825u);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   Random random(count + 7);
   for (std::uint32_t round = 0; round < (count > 8'192 ? 8u : 60u); ++round) {
     std::vector<float> row = random_logits(count, random);
@@ -138,7 +138,7 @@ TEST_CASE("what is attended anyway counts first and is not marked", "[backend][t
     const float p = round % 5 == 4 ? 1.f : static_cast<float>(0.05 + 0.94 * random.uniform());
     const TopPTask task{
         .values = values, .p = p, .begin = begin, .end = end, .mask = mask.data(), .count = kept.data()};
-    under_test->backend().top_p({&task, 1}, under_test->stream());
+    under_test->stages().top_p({&task, 1}, under_test->stream());
     under_test->finish();
     CAPTURE(count, round, p, begin, end, heavy, kept[0]);
     REQUIRE(mask.back() == kUntouchedWord);
@@ -147,9 +147,9 @@ TEST_CASE("what is attended anyway counts first and is not marked", "[backend][t
   }
 }
 
-TEST_CASE("top-p keeps no more than it may, the best of them, and of equal ones all or none", "[backend][top_p]") {
+TEST_CASE("top-p keeps no more than it may, the best of them, and of equal ones all or none", "[stages][top_p]") {
   const auto count = GENERATE(1u, 2u, 33u, 1'000u, 8'193u, 36'864u, 36'865u, 131'073u, 589'825u);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   Random random(count + 17);
   std::uint32_t cut = 0;
   for (std::uint32_t round = 0; round < (count > 8'192 ? 12u : 80u); ++round) {
@@ -164,7 +164,7 @@ TEST_CASE("top-p keeps no more than it may, the best of them, and of equal ones 
     const std::uint32_t most = round % 5 == 0 ? random.below(3) : 1 + random.below(1 + count / (1 + random.below(40)));
     const TopPTask task{
         .values = values, .p = p, .begin = begin, .end = end, .most = most, .mask = mask.data(), .count = kept.data()};
-    under_test->backend().top_p({&task, 1}, under_test->stream());
+    under_test->stages().top_p({&task, 1}, under_test->stream());
     under_test->finish();
     CAPTURE(count, round, p, begin, end, most, kept[0]);
     REQUIRE(mask.back() == kUntouchedWord);
@@ -176,9 +176,9 @@ TEST_CASE("top-p keeps no more than it may, the best of them, and of equal ones 
   if (count >= 1'000) REQUIRE(cut != 0);
 }
 
-TEST_CASE("top-p beside what is attended anyway, case by case", "[backend][top_p]") {
+TEST_CASE("top-p beside what is attended anyway, case by case", "[stages][top_p]") {
   const auto count = GENERATE(1'000u, 39'000u, 600'000u);  // One thread block, a cluster, a row that neither holds.
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   const std::uint32_t half = count / 2;
   const auto row_of = [&](float near, float far) {
     std::vector<float> row(count, far);
@@ -225,7 +225,7 @@ TEST_CASE("top-p beside what is attended anyway, case by case", "[backend][top_p
                      .mask = under_test->array((count + 31) / 32, kUntouchedWord).data(),
                      .count = under_test->array(1, kUntouchedWord).data()});
   }
-  under_test->backend().top_p(tasks, under_test->stream());
+  under_test->stages().top_p(tasks, under_test->stream());
   under_test->finish();
   for (std::size_t i = 0; i < std::size(cases); ++i) {
     CAPTURE(count, i, *tasks[i].count);
@@ -237,8 +237,8 @@ TEST_CASE("top-p beside what is attended anyway, case by case", "[backend][top_p
   }
 }
 
-TEST_CASE("top-p of a row does not depend on the rows beside it", "[backend][top_p]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("top-p of a row does not depend on the rows beside it", "[stages][top_p]") {
+  const auto under_test = stages_under_test();
   Random random(23);
   std::vector<TopPTask> tasks;
   for (const std::uint32_t count : {7u, 8'210u, 0u, 36'864u, 140'000u, 36'865u, 1u, 70'000u}) {
@@ -255,12 +255,12 @@ TEST_CASE("top-p of a row does not depend on the rows beside it", "[backend][top
     for (const TopPTask& task : tasks) all.emplace_back(task.mask, task.mask + (task.values.size() + 31) / 32 + 1);
     return all;
   };
-  under_test->backend().top_p(tasks, under_test->stream());
+  under_test->stages().top_p(tasks, under_test->stream());
   under_test->finish();
   const auto together = masks();
   for (const TopPTask& task : tasks) {
     std::fill_n(task.mask, (task.values.size() + 31) / 32, 0u);
-    under_test->backend().top_p({&task, 1}, under_test->stream());
+    under_test->stages().top_p({&task, 1}, under_test->stream());
     under_test->finish();
   }
   REQUIRE(masks() == together);

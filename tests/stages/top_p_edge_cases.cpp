@@ -1,14 +1,14 @@
-// top-p at its edges, on any backend.
+// top-p at its edges, on any device.
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "tests/support/backend_under_test.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/prune_reference.hpp"
 #include "tests/support/random.hpp"
 #include "tests/support/sanitized.hpp"
+#include "tests/support/stages_under_test.hpp"
 
 namespace sluice::test {
 namespace {
@@ -18,8 +18,8 @@ constexpr std::uint32_t kUntouchedWord = 0xa5a5'5a5au;
 
 }  // namespace
 
-TEST_CASE("top-p of one value, attended anyway or not", "[backend][top_p]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("top-p of one value, attended anyway or not", "[stages][top_p]") {
+  const auto under_test = stages_under_test();
   const auto p = GENERATE(0.5f, 1.f);
   std::vector<TopPTask> tasks;
   for (const std::uint32_t end : {0u, 1u}) {
@@ -29,7 +29,7 @@ TEST_CASE("top-p of one value, attended anyway or not", "[backend][top_p]") {
                      .mask = under_test->array(1, kUntouchedWord).data(),
                      .count = under_test->array(1, kUntouchedWord).data()});
   }
-  under_test->backend().top_p(tasks, under_test->stream());
+  under_test->stages().top_p(tasks, under_test->stream());
   under_test->finish();
   for (const std::uint32_t end : {0u, 1u}) {
     REQUIRE(*tasks[end].count == end);
@@ -37,8 +37,8 @@ TEST_CASE("top-p of one value, attended anyway or not", "[backend][top_p]") {
   }
 }
 
-TEST_CASE("top-p of rows at the ends of float32", "[backend][top_p]") {
-  const auto under_test = backend_under_test();
+TEST_CASE("top-p of rows at the ends of float32", "[stages][top_p]") {
+  const auto under_test = stages_under_test();
   const auto [count, p, anyway] =
       GENERATE(grid(std::array{2u, 300u, 9'000u, 80'000u}, std::array{0x1p-149f, 0.5f, 0.999f, 1.f - 0x1p-24f},
                     std::array{0u, 1u, 40u}));
@@ -63,7 +63,7 @@ TEST_CASE("top-p of rows at the ends of float32", "[backend][top_p]") {
                      .mask = under_test->array((count + 31) / 32, kUntouchedWord).data(),
                      .count = under_test->array(1, kUntouchedWord).data()});
   }
-  under_test->backend().top_p(tasks, under_test->stream());
+  under_test->stages().top_p(tasks, under_test->stream());
   under_test->finish();
   for (const TopPTask& task : tasks) {
     CAPTURE(count, p, anyway, &task - tasks.data(), *task.count);
@@ -72,9 +72,9 @@ TEST_CASE("top-p of rows at the ends of float32", "[backend][top_p]") {
   }
 }
 
-TEST_CASE("what top-p keeps grows with p", "[backend][top_p]") {
+TEST_CASE("what top-p keeps grows with p", "[stages][top_p]") {
   const std::uint32_t anyway = GENERATE(0u, 1'500u);
-  const auto under_test = backend_under_test();
+  const auto under_test = stages_under_test();
   Random random(5);
   std::vector<float> row(3'000);
   for (float& x : row) x = static_cast<float>(2.0 * random.normal());
@@ -87,7 +87,7 @@ TEST_CASE("what top-p keeps grows with p", "[backend][top_p]") {
                      .mask = under_test->array<std::uint32_t>(94).data(),
                      .count = under_test->array<std::uint32_t>(1).data()});
   }
-  under_test->backend().top_p(tasks, under_test->stream());
+  under_test->stages().top_p(tasks, under_test->stream());
   under_test->finish();
   REQUIRE((*tasks.front().count >= 1) == (anyway == 0));
   REQUIRE(*tasks.back().count == 3'000 - anyway);

@@ -67,7 +67,7 @@ std::vector<std::uint32_t> ClusterProblem::list(std::uint32_t h) const {
   return tokens;
 }
 
-Asked ask(BackendUnderTest& under_test, ClusterProblem& of) {
+Asked ask(StagesUnderTest& under_test, ClusterProblem& of) {
   const Options& options = of.options();
   const Problem& problem = of.problem();
   const Placed placed = place(under_test, problem);
@@ -91,7 +91,7 @@ Asked ask(BackendUnderTest& under_test, ClusterProblem& of) {
                 .mask_words = words,
                 .counts = under_test.array(options.problem.group, kUntouched).data()};
   asked.task.scratch =
-      under_test.scratch(under_test.backend().choose_clusters_scratch_bytes(asked.task, problem.shape()));
+      under_test.scratch(under_test.stages().choose_clusters_scratch_bytes(asked.task, problem.shape()));
   return asked;
 }
 

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "tests/support/backend_under_test.hpp"
 #include "tests/support/int4_support.hpp"
+#include "tests/support/stages_under_test.hpp"
 
 /// Clusters of keys to choose among by a fitted curve, and the paper's choice in float64.
 namespace sluice::test::choices {
@@ -46,12 +46,12 @@ class ClusterProblem {
   Problem problem_;
 };
 
-/// A task in the memory of a backend.
+/// A task in the memory of a device.
 struct Asked {
   ChooseClustersTask task;
   int4_copies::Copies copies;
 };
-[[nodiscard]] Asked ask(BackendUnderTest& under_test, ClusterProblem& of);
+[[nodiscard]] Asked ask(StagesUnderTest& under_test, ClusterProblem& of);
 
 /// How many tokens of its list a query head keeps, by the definition: sums over all of the list, token by token.
 [[nodiscard]] std::uint32_t reference_budget(const ClusterProblem& of, const Asked& asked,

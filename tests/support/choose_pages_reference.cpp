@@ -131,7 +131,7 @@ void Reference::walk(std::uint32_t h) {
   shares_.push_back(shares);
 }
 
-ChoosePagesTask ask(BackendUnderTest& under_test, const PageProblem& of) {
+ChoosePagesTask ask(StagesUnderTest& under_test, const PageProblem& of) {
   const Options& o = of.o;
   const std::uint64_t words = (of.tokens() + 31) / 32 + 3;
   return {.page_scores = under_test.copy_of(of.page_scores).data(),

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "sluice/page_rules.hpp"
-#include "tests/support/backend_under_test.hpp"
+#include "tests/support/stages_under_test.hpp"
 
 /// Pages to choose among by a progressive share, and the paper's choice in float64.
 namespace sluice::test::page_choices {
@@ -60,7 +60,7 @@ class Reference {
   explicit Reference(const PageProblem& of);
   /// Pages in the order in which they are taken.
   [[nodiscard]] const std::vector<std::uint32_t>& order() const { return order_; }
-  /// Whether a backend may take as many: a share that is `within` the one wanted is and is not enough.
+  /// Whether a device may take as many: a share that is `within` the one wanted is and is not enough.
   [[nodiscard]] bool may_take(std::uint32_t taken, double within) const;
 
  private:
@@ -77,7 +77,7 @@ class Reference {
   std::vector<std::vector<double>> shares_;  ///< [group, microbatches]
 };
 
-/// A task in the memory of a backend.
-[[nodiscard]] ChoosePagesTask ask(BackendUnderTest& under_test, const PageProblem& of);
+/// A task in the memory of a device.
+[[nodiscard]] ChoosePagesTask ask(StagesUnderTest& under_test, const PageProblem& of);
 
 }  // namespace sluice::test::page_choices

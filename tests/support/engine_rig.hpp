@@ -11,8 +11,8 @@
 #include "tests/support/catch.hpp"
 #include "tests/support/story.hpp"
 
-namespace sluice {
-class Backend;
+namespace sluice::tools {
+class Stages;
 }
 
 namespace sluice::test {
@@ -21,7 +21,7 @@ namespace sluice::test {
 struct EngineRig {
   std::shared_ptr<Device> device;
   std::unique_ptr<Stream> queue;
-  std::shared_ptr<Backend> backend{};  ///< stages one by one: at once, or on `queue`
+  std::shared_ptr<tools::Stages> stages{};  ///< stages one by one: at once, or on `queue`
   void* stream = nullptr;  ///< as Engine wants it
   DType kv_dtype = DType::f32;
   bool on_gpu = false;

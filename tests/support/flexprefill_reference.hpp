@@ -9,8 +9,8 @@
 
 /// FlexPrefill's choice of blocks once more in float64, by its formulas.
 ///
-/// A backend rounds, and a choice amplifies: what lies within rounding of a threshold may fall on either side. The
-/// reference therefore gives two masks for each head: pairs that every correct backend keeps, and pairs that some may.
+/// A device rounds, and a choice amplifies: what lies within rounding of a threshold may fall on either side. The
+/// reference therefore gives two masks for each head: pairs that every correct device keeps, and pairs that some may.
 namespace sluice::test {
 
 /// What one head's representative rows (the chunk's last 128) attend, and what follows from it before any choice.
@@ -23,7 +23,7 @@ struct Representative {
   double divergence = 0.0;            ///< Jensen-Shannon distance of `pooled` and `column_blocks`
 };
 
-/// Fewest and most that a backend may count.
+/// Fewest and most that a device may count.
 struct CountRange {
   std::uint32_t least = 0;
   std::uint32_t most = 0;
@@ -40,7 +40,7 @@ struct ReferenceChoice {
   bool may_be_vertical_slash = false;
   CountRange columns{};    ///< PrefillChoice::columns
   CountRange diagonals{};  ///< PrefillChoice::diagonals
-  BlockMask sure;          ///< every backend keeps these
+  BlockMask sure;          ///< every device keeps these
   BlockMask possible;      ///< and none keeps others
   std::uint64_t causal = 0;
 };

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "sluice/step/prefill_choice.hpp"
-#include "tests/support/backend_under_test.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/prompt.hpp"
 #include "tests/support/random.hpp"
+#include "tests/support/stages_under_test.hpp"
 
 /// What the cases of FlexPrefill's choice of blocks share.
 namespace sluice::test {
@@ -33,12 +33,12 @@ struct Selection {
 
 /// A task with memory of its own.
 struct OwnTask {
-  OwnTask(BackendUnderTest& under_test, const PlacedPrompt& placed, Range range)
+  OwnTask(StagesUnderTest& under_test, const PlacedPrompt& placed, Range range)
       : shape(range.first, range.count),
         bits(under_test.array(shape.size(placed.shape.group()) + 1, kUntouched)),
         choices(under_test.array<PrefillChoice>(placed.shape.group())) {
     const std::uint64_t scratch =
-        under_test.backend().select_blocks_scratch_bytes(range.first, range.count, placed.shape);
+        under_test.stages().select_blocks_scratch_bytes(range.first, range.count, placed.shape);
     task = {.q = placed.row(range.first),
             .kv = placed.kv,
             .first = range.first,
@@ -59,15 +59,14 @@ struct OwnTask {
 
 inline PrefillSpec flexprefill(const FlexPrefillSpec& flex) { return {.mode = PrefillMode::flexprefill, .flex = flex}; }
 
-inline Selection select(BackendUnderTest& under_test, const PlacedPrompt& placed, Range range,
-                        const PrefillSpec& spec) {
+inline Selection select(StagesUnderTest& under_test, const PlacedPrompt& placed, Range range, const PrefillSpec& spec) {
   const OwnTask own(under_test, placed, range);
-  under_test.backend().select_blocks({&own.task, 1}, spec, placed.strides, placed.shape, under_test.stream());
+  under_test.stages().select_blocks({&own.task, 1}, spec, placed.strides, placed.shape, under_test.stream());
   under_test.finish();
   return own.result();
 }
 
-inline Selection select(BackendUnderTest& under_test, const PlacedPrompt& placed, Range range,
+inline Selection select(StagesUnderTest& under_test, const PlacedPrompt& placed, Range range,
                         const FlexPrefillSpec& flex) {
   return select(under_test, placed, range, flexprefill(flex));
 }

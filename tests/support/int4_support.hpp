@@ -7,9 +7,10 @@
 #include <span>
 #include <vector>
 
-#include "tests/support/backend_under_test.hpp"
+#include "tests/support/derived_pages.hpp"
 #include "tests/support/prune_reference.hpp"
 #include "tests/support/reference.hpp"
+#include "tests/support/stages_under_test.hpp"
 
 /// What cases of copies in codes share.
 namespace sluice::test::int4_copies {
@@ -40,20 +41,11 @@ struct Estimate {
 /// Copies of all pages of a problem, in codes of so many bits, in its frames; the frames between are poisoned. With its
 /// mean key, if its first page is full.
 struct Copies {
-  Copies(BackendUnderTest& under_test, const Problem& problem, const Placed& placed, std::uint32_t bits = 4)
+  Copies(StagesUnderTest& under_test, const Problem& problem, const Placed& placed, std::uint32_t bits = 4)
       : layout(problem.layout(), bits),
         mean(under_test.copy_of(problem.options().tokens < layout.page_tokens ? std::vector<float>(layout.head_dim)
                                                                               : mean_key(problem))),
         data(under_test.array((2 * problem.frames().size() + 1) * layout.page_bytes(), std::byte{0xff})) {
-    std::vector<CodesTask> tasks;
-    for (std::uint32_t page = 0; page < problem.frames().size(); ++page) {
-      const std::uint32_t left = problem.options().tokens - page * layout.page_tokens;
-      tasks.push_back({.page = placed.kv.page(page),
-                       .rows = std::min(left, layout.page_tokens),
-                       .out = data.data() + problem.frames()[page] * layout.page_bytes(),
-                       .mean = mean.data(),
-                       .bits = bits});
-    }
     for (std::uint32_t head = 0; head < problem.options().group; ++head) {
       std::vector<double> q;
       double product = 0.0, within = 0.0;
@@ -65,7 +57,9 @@ struct Copies {
       queries.push_back(rotated(q));
       means.push_back({.logit = product, .within = within});
     }
-    under_test.backend().make_codes(tasks, problem.layout(), under_test.stream());
+    derive(
+        under_test,
+        {.kv = placed.kv, .tokens = problem.options().tokens, .codes = data.data(), .bits = bits, .mean = mean.data()});
   }
   [[nodiscard]] DecodedRow row(const Problem& problem, std::uint32_t token) const {
     const std::uint32_t frame = problem.frames()[token / layout.page_tokens];

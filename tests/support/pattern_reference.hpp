@@ -12,14 +12,14 @@ namespace sluice::test {
 
 struct PatternChoice {
   std::vector<HeadPattern> may_be{};  ///< more than one where two hold nearly the same
-  BlockMask sure{};                   ///< every backend keeps these
+  BlockMask sure{};                   ///< every device keeps these
   BlockMask possible{};               ///< and none keeps others
   std::uint64_t causal = 0;
 };
 
 namespace reference {
 
-/// By all pairs of a position of the query block and a key: nothing rounds, so that every backend keeps the same.
+/// By all pairs of a position of the query block and a key: nothing rounds, so that every device keeps the same.
 [[nodiscard]] BlockMask streaming(std::uint32_t first, std::uint32_t count, const StreamingPrefillSpec& spec);
 [[nodiscard]] PatternChoice minference(const Prompt& prompt, std::uint32_t head, std::uint32_t first,
                                        std::uint32_t count, const MInferenceSpec& spec);

@@ -6,16 +6,16 @@
 #include <span>
 #include <vector>
 
-#include "tests/support/backend_under_test.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/prompt.hpp"
 #include "tests/support/random.hpp"
+#include "tests/support/stages_under_test.hpp"
 
 /// What cases of a chunk's attention share.
 namespace sluice::test::prefills {
 
 struct Outputs {
-  Outputs(BackendUnderTest& under_test, const Prompt& prompt, std::uint32_t count)
+  Outputs(StagesUnderTest& under_test, const Prompt& prompt, std::uint32_t count)
       : rows(std::size_t{count} * prompt.group()),
         head_dim(prompt.head_dim()),
         out(under_test.array(rows * head_dim + 1, kNotANumber)),
@@ -28,7 +28,7 @@ struct Outputs {
   std::span<float> so_far;
 };
 
-inline PrefillTask task_of(BackendUnderTest& under_test, const PlacedPrompt& placed, const PrefillRange& range,
+inline PrefillTask task_of(StagesUnderTest& under_test, const PlacedPrompt& placed, const PrefillRange& range,
                            Outputs& to) {
   PrefillTask task{.q = placed.row(range.first),
                    .kv = placed.kv,
@@ -44,13 +44,13 @@ inline PrefillTask task_of(BackendUnderTest& under_test, const PlacedPrompt& pla
   return task;
 }
 
-inline void run(BackendUnderTest& under_test, const PlacedPrompt& placed, std::span<const PrefillTask> tasks) {
-  under_test.backend().prefill(tasks, placed.strides, placed.shape, under_test.stream());
+inline void run(StagesUnderTest& under_test, const PlacedPrompt& placed, std::span<const PrefillTask> tasks) {
+  under_test.stages().prefill(tasks, placed.strides, placed.shape, under_test.stream());
   under_test.finish();
 }
 
 /// The range cut at `cuts`, one window after the other.
-inline void run_windows(BackendUnderTest& under_test, const PlacedPrompt& placed, const PrefillRange& range,
+inline void run_windows(StagesUnderTest& under_test, const PlacedPrompt& placed, const PrefillRange& range,
                         const std::vector<std::uint32_t>& cuts, Outputs& to) {
   for (std::size_t i = 0; i <= cuts.size(); ++i) {
     PrefillRange window = range;

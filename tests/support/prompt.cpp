@@ -43,7 +43,7 @@ double Prompt::score(std::uint32_t token, std::uint32_t head, std::uint32_t key)
   return sum / std::sqrt(static_cast<double>(head_dim()));
 }
 
-PlacedPrompt::PlacedPrompt(BackendUnderTest& under_test, const Prompt& prompt)
+PlacedPrompt::PlacedPrompt(StagesUnderTest& under_test, const Prompt& prompt)
     : q(under_test.copy_of(prompt.queries()).data()),
       row_bytes(prompt.token_stride() * bytes_of(prompt.q_dtype())),
       kv(place(under_test, prompt.kv()).kv),

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "sluice/step/prefill_choice.hpp"
-#include "tests/support/backend_under_test.hpp"
 #include "tests/support/problem.hpp"
 #include "tests/support/reference.hpp"
+#include "tests/support/stages_under_test.hpp"
 
 namespace sluice::test {
 
@@ -46,9 +46,9 @@ class Prompt {
   std::vector<std::byte> q_;
 };
 
-/// A prompt in the memory of a backend.
+/// A prompt in the memory of a device.
 struct PlacedPrompt {
-  PlacedPrompt(BackendUnderTest& under_test, const Prompt& prompt);
+  PlacedPrompt(StagesUnderTest& under_test, const Prompt& prompt);
   [[nodiscard]] const std::byte* row(std::uint32_t token) const noexcept { return q + token * row_bytes; }
 
   std::byte* q = nullptr;

@@ -6,12 +6,15 @@
 #include <span>
 #include <vector>
 
-#include "sluice/step/backend.hpp"
+#include "sluice/page_rules.hpp"
+#include "sluice/step/attend_tasks.hpp"
+#include "sluice/step/prefill_tasks.hpp"
 #include "sluice/step/progress.hpp"
+#include "sluice/step/select_tasks.hpp"
 #include "sluice/tensor.hpp"
 #include "tests/support/problem.hpp"
 
-/// Every verb once more in float64, as plainly as possible: what all backends are held against.
+/// Every stage once more in float64, as plainly as possible: what all devices are held against.
 namespace sluice::test {
 
 /// One element of a tensor, exactly.

@@ -169,7 +169,7 @@ TEST_CASE("bench gpu holds every kernel against its floor", "[cli]") {
     CHECK(row.at("time_us") > 0.0);
     CHECK(row.at("floor_us") > 0.0);
   }
-  CHECK(kernels == std::set<std::string>{"copy", "score_pages", "top_k", "append", "merge", "gather"});
+  CHECK(kernels == std::set<std::string>{"copy", "score_pages", "top_k", "gather"});
 }
 
 TEST_CASE("bench gpu --costs takes what is read off a layer, at the rate of dense attention", "[cli]") {

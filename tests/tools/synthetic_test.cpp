@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "cpu/stages/rows.hpp"
 #include "sluice/error.hpp"
 #include "tests/support/catch.hpp"
 
@@ -32,15 +33,14 @@ SyntheticOptions options_of(DType dtype) {
 }
 
 /// Rows of K or V in float64.
-std::vector<double> rows_of(const SyntheticLayer& layer, std::uint32_t kv_head, bool values, const Machine& machine) {
+std::vector<double> rows_of(const SyntheticLayer& layer, std::uint32_t kv_head, bool values) {
   const SyntheticOptions& options = layer.options();
-  cpu::Backend backend(*machine.workers);
   std::vector<float> row(kShape.head_dim);
   std::vector<double> rows;
   const KvView view = layer.view(kv_head);
   for (std::uint32_t t = 0; t < options.tokens + options.steps; ++t) {
     const std::byte* const from = values ? view.v_row(t) : view.k_row(t);
-    backend.to_f32(dense_view(from, options.layout.dtype, 1, 1, kShape.head_dim), row.data(), nullptr);
+    cpu::read_row(cpu::fastest_kernels(), options.layout, from, nullptr, row.data());
     rows.insert(rows.end(), row.begin(), row.end());
   }
   return rows;
@@ -65,10 +65,10 @@ double sink_share(const std::vector<double>& keys, const float* q, std::uint32_t
 
 /// Calls `see(query head, share)` for every query of prompt and steps.
 template <typename See>
-void for_each_query(const SyntheticLayer& layer, const Machine& machine, See&& see) {
+void for_each_query(const SyntheticLayer& layer, See&& see) {
   const SyntheticOptions& options = layer.options();
   for (std::uint32_t head = 0; head < kShape.kv_heads; ++head) {
-    const std::vector<double> keys = rows_of(layer, head, false, machine);
+    const std::vector<double> keys = rows_of(layer, head, false);
     for (std::uint32_t row = 0; row < options.prompt_queries + options.steps; ++row) {
       const float* const q = row < options.prompt_queries
                                  ? layer.prompt_queries(head).data() + row * kShape.group() * kShape.head_dim
@@ -89,7 +89,7 @@ TEST_CASE("the sinks of synthetic attention hold the share that was asked for, i
   options.pattern = GENERATE(SyntheticPattern::structured, SyntheticPattern::uniform);
   options.sinks = GENERATE(std::vector<double>{0.5}, std::vector<double>{0.0, 0.25, 0.7, 0.95, 0.999});
   const SyntheticLayer layer(options, machine.topology, machine.workers);
-  for_each_query(layer, machine, [&](std::uint32_t head, double share) {
+  for_each_query(layer, [&](std::uint32_t head, double share) {
     CAPTURE(head);
     REQUIRE(share == Approx(options.sinks[head % options.sinks.size()]).epsilon(1e-4).margin(1e-6));
   });
@@ -100,7 +100,7 @@ TEST_CASE("the values of sinks are small", "[synthetic]") {
   SyntheticOptions options = options_of(DType::f32);
   options.sinks = {0.5};
   const SyntheticLayer layer(options, machine.topology, machine.workers);
-  const std::vector<double> values = rows_of(layer, 1, true, machine);
+  const std::vector<double> values = rows_of(layer, 1, true);
   const auto square = [&](std::uint32_t begin, std::uint32_t end) {
     double sum = 0.0;
     for (std::size_t i = begin * kShape.head_dim; i < end * kShape.head_dim; ++i) sum += values[i] * values[i];
@@ -115,7 +115,7 @@ TEST_CASE("without sinks the first tokens are like any other", "[synthetic]") {
   const SyntheticLayer layer(options_of(DType::bf16), machine.topology, machine.workers);
   double sum = 0.0;
   std::uint32_t queries = 0;
-  for_each_query(layer, machine, [&](std::uint32_t, double share) {
+  for_each_query(layer, [&](std::uint32_t, double share) {
     sum += share;
     ++queries;
   });

@@ -11,6 +11,7 @@
 #include "tools/cli/link/profile_cache.hpp"
 #include "tools/cli/link/transfer_profile.hpp"
 #include "tools/cli/text/message.hpp"
+#include "tools/link/calibrate_transfers.hpp"
 
 namespace sluice::tools {
 namespace {

@@ -4,9 +4,9 @@
 
 #include <CLI/CLI.hpp>
 
-#include "cpu/backend/rates.hpp"
 #include "cpu/kernels/kernels.hpp"
 #include "cpu/machine/topology.hpp"
+#include "cpu/threads/rates.hpp"
 #include "cpu/threads/workers.hpp"
 #include "sluice/cuda.hpp"
 #include "sluice/error.hpp"

@@ -20,16 +20,13 @@ struct ScoreInt4Shape {
   std::uint32_t multiprocessors = 0;
 };
 
-/// One launch for all tasks, whose codes have `bits`. Copies are 16-byte aligned.
-void launch_make_codes(const TaskArray<CodesTask>& tasks, const PageLayout& layout, std::uint32_t bits,
-                       cudaStream_t stream);
+/// One launch for all tasks. Copies are 16-byte aligned.
 void launch_score_int4(const TaskArray<ScoreInt4Task>& tasks, const ScoreInt4Shape& shape, cudaStream_t stream);
 /// The same for `count` tasks that the device has described: without tails, none longer than `longest`, with lists if
 /// `lists` says that some may have them. Without lists, candidates are found, too, if there are bounds.
 void launch_score_int4(const ScoreInt4Task* tasks, std::uint32_t count, std::uint32_t longest, bool lists,
                        const Foresight& foresight, const ScoreInt4Shape& shape, cudaStream_t stream);
 
-void load_codes_kernels();
 void load_score_int4_kernels();
 
 }  // namespace sluice::gpu

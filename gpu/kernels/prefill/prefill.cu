@@ -2,20 +2,11 @@
 
 #include "gpu/device/cuda_error.hpp"
 #include "gpu/kernels/load.hpp"
-#include "gpu/kernels/overlap.cuh"
 #include "gpu/kernels/prefill/prefill.cuh"
 #include "sluice/units.hpp"
 
 namespace sluice::gpu {
 namespace {
-
-constexpr std::uint32_t kCopyThreads = 256;
-
-__global__ void copy_items_kernel(uint4* to, const uint4* from, std::uint32_t count) {
-  detail::wait_for_kernel_before();
-  const std::uint32_t i = blockIdx.x * kCopyThreads + threadIdx.x;
-  if (i < count) to[i] = from[i];
-}
 
 /// Calls `use` with the kernel of a dtype and head_dim, and the shared memory that it needs.
 template <class T, int kDim, class Use>
@@ -39,13 +30,6 @@ void with_kernel(const PrefillVariant& variant, const Use& use) {
 
 }  // namespace
 
-void launch_copy_items(std::byte* to, const std::byte* from, std::uint64_t bytes, cudaStream_t stream) {
-  const auto count = static_cast<std::uint32_t>(bytes / sizeof(uint4));
-  copy_items_kernel<<<static_cast<unsigned>(div_up(count, kCopyThreads)), kCopyThreads, 0, stream>>>(
-      reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4*>(from), count);
-  check(cudaGetLastError(), "send the page tables of a prefill");
-}
-
 void launch_prefill(const PrefillVariant& variant, const PrefillArgs& args, const PrefillExtent& extent,
                     cudaStream_t stream) {
   const auto tiles = static_cast<unsigned>(div_up(extent.rows, kPrefill.rows));
@@ -56,7 +40,6 @@ void launch_prefill(const PrefillVariant& variant, const PrefillArgs& args, cons
 }
 
 void load_prefill_kernels() {
-  load_kernel(copy_items_kernel, "load the prefill kernels");
   const auto load = [](auto* kernel, int shared_bytes) {
     load_kernel(kernel, "load the prefill kernels", shared_bytes);
   };

@@ -49,11 +49,6 @@ struct PrefillExtent {
   std::uint32_t blocks = 0;  ///< most query blocks of an item
 };
 
-/// Copies what the host has just described, from pinned to device memory, where every thread block reads it again. A
-/// kernel does: between two kernels the copy engine takes some 10 us, of the 200 that a prompt of 4K tokens has.
-/// @param bytes  a multiple of 16
-void launch_copy_items(std::byte* to, const std::byte* from, std::uint64_t bytes, cudaStream_t stream);
-
 /// @throws Error{Errc::device} if the launch is refused.
 void launch_prefill(const PrefillVariant& variant, const PrefillArgs& args, const PrefillExtent& extent,
                     cudaStream_t stream);

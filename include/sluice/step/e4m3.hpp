@@ -13,7 +13,7 @@ namespace sluice {
 /// largest finite ones, saturate.
 ///
 /// A row with an element that is not finite is NaN in all its elements: its scale is, and every code is kNaN.
-/// The same on every backend, bit by bit.
+/// The same on every device, bit by bit.
 struct E4m3 {
   static constexpr float kLargest = 448.f;
   static constexpr float kLeastScale = 0x1p-124f;  ///< smallest code and all others are multiples of bf16's smallest

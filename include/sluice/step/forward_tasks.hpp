@@ -6,7 +6,7 @@
 #include "sluice/step/select_tasks.hpp"
 #include "sluice/tensor.hpp"
 
-/// What a row that chooses asks of the verbs of a Backend, the same on every device. `list` is row * kv_heads + KV
+/// What a row that chooses asks of a stage, the same on every device. `list` is row * kv_heads + KV
 /// head, `plane` that head's of the layer.
 namespace sluice {
 

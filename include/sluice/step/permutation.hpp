@@ -12,7 +12,7 @@ namespace sluice {
 }
 
 /// A pseudo-random permutation of [0, count): the image of `index` < count, in constant time and memory, the same on
-/// every backend. The first k images are k distinct samples.
+/// every device. The first k images are k distinct samples.
 [[nodiscard]] constexpr std::uint32_t permuted(std::uint32_t index, std::uint32_t count, std::uint64_t seed) noexcept {
   // A Feistel network over the fewest bits, an even number, that hold count; what falls outside goes through it again.
   constexpr std::uint32_t kRounds = 4;

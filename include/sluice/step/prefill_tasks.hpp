@@ -37,9 +37,9 @@ struct PrefillTask {
   std::uint32_t key_begin = 0;   ///< a multiple of page_tokens
   std::uint32_t key_end = kNone; ///< kNone: first + count
   std::uint32_t reach = 0;       ///< keys that a query sees, its own included; 0: all. Not with `blocks`
-  /// [group, prefill_blocks(first, count), prefill_mask_words(first + count)] or null: bit J % 32 of word J / 32 is set if
-  /// the queries of that block attend key block J. Positions are absolute, not of the window. Memory that the
-  /// backend's kernels read.
+  /// [group, prefill_blocks(first, count), prefill_mask_words(first + count)] or null: bit J % 32 of word J / 32 is set
+  /// if the queries of that block attend key block J. Positions are absolute, not of the window. Memory that the
+  /// device's kernels read.
   const std::uint32_t* blocks = nullptr;
   float* lse = nullptr;  ///< [count, group] or null: receives the natural log of the sum of exponentials
   /// [count, group, head_dim] or null. What earlier windows gave is in `so_far` and `lse`, unless this is the first;
@@ -58,7 +58,7 @@ struct SelectBlocksTask {
   std::uint32_t count = 0;            ///< 0: nothing is written
   std::uint32_t* blocks = nullptr;    ///< as in PrefillTask; receives the choice
   PrefillChoice* choices = nullptr;   ///< [group] receives what it came from; memory that the kernels write
-  std::byte* scratch = nullptr;       ///< Backend::select_blocks_scratch_bytes, 256-byte aligned
+  std::byte* scratch = nullptr;       ///< scratch memory of a device, 256-byte aligned
 };
 
 }  // namespace sluice

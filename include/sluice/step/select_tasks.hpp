@@ -16,28 +16,13 @@
 
 namespace sluice {
 
-/// Digest of one full page, written to `out` [2, head_dim] in the layout's dtype.
-struct DigestTask {
-  const std::byte* page = nullptr;
-  std::byte* out = nullptr;
-};
-
-/// Copy in codes of the first `rows` K rows of a page, see CodeLayout; the rest of `out` stays as it is.
-struct CodesTask {
-  const std::byte* page = nullptr;
-  std::uint32_t rows = 0;
-  std::byte* out = nullptr;
-  const float* mean = nullptr;  ///< [head_dim] the mean key, memory that the backend's kernels read; null: 0
-  std::uint32_t bits = kCodeBits;  ///< of a code, or kFewCodeBits; the same in all tasks of a call
-};
-
 /// One (sequence, KV head) of a `score_pages`: out[h, p] = sum_c max(q[h,c]*hi[c], q[h,c]*lo[c]), raw (no
 /// 1/sqrt(d)), for logical pages 0 <= p < pages. The digest of frame f lies at `digests + f * 2 * head_dim`
 /// elements: hi[head_dim], then lo[head_dim].
 struct ScorePagesTask {
   const float* q = nullptr;             ///< [group, head_dim]
   const std::byte* digests = nullptr;   ///< [frames, 2, head_dim], digest dtype
-  const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read, unlike KvView::frames
+  const std::uint32_t* frames = nullptr;  ///< [pages], memory that the device's kernels read, unlike KvView::frames
   std::uint32_t pages = 0;
   float* out = nullptr;                 ///< [group, pages]
 };
@@ -52,8 +37,8 @@ struct ScorePagesTask {
 struct ScoreInt4Task {
   const float* q = nullptr;               ///< [group, head_dim]
   const std::byte* copies = nullptr;      ///< [frames, CodeLayout::page_bytes()], 16-byte aligned; 64 GiB at most
-  const float* mean = nullptr;            ///< [head_dim] that they were made with, see CodesTask; null: 0
-  const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read
+  const float* mean = nullptr;            ///< [head_dim] that they were made with, see CodeLayout; null: 0
+  const std::uint32_t* frames = nullptr;  ///< [pages], memory that the device's kernels read
   std::uint32_t tokens = 0;               ///< visible, of those that have copies
   const std::uint32_t* lists = nullptr;   ///< [group, listed] or null; memory that the kernels read, when they run
   std::uint32_t listed = 0;               ///< pages per query head
@@ -149,7 +134,7 @@ struct ClusterTask {
   /// [clusters + 1] where a cluster's begin there, counted from `first`: so that tokens which are clustered behind
   /// others follow them in one list; may be null
   std::uint32_t* starts = nullptr;
-  std::byte* scratch = nullptr;  ///< Backend::cluster_scratch_bytes of memory, 256-byte aligned
+  std::byte* scratch = nullptr;  ///< scratch memory of a device, 256-byte aligned
 };
 
 /// One (sequence, KV head) of a `choose_clusters`: Tactic's choice (arXiv 2502.12216, sections 4.3 to 4.5) for each
@@ -168,7 +153,7 @@ struct ChooseClustersTask {
   FitSamples samples;
   const std::byte* copies = nullptr;      ///< [frames, CodeLayout::page_bytes()]
   const float* mean = nullptr;            ///< as in ScoreInt4Task
-  const std::uint32_t* frames = nullptr;  ///< [pages], memory that the backend's kernels read
+  const std::uint32_t* frames = nullptr;  ///< [pages], memory that the device's kernels read
   std::uint32_t tokens = 0;               ///< visible, all with copies; at least samples.tokens
   std::uint32_t sinks = 0;                ///< at most `recent`
   std::uint32_t recent = 0;               ///< at most samples.tokens
@@ -178,7 +163,7 @@ struct ChooseClustersTask {
   std::uint32_t* masks = nullptr;
   std::uint64_t mask_words = 0;
   std::uint32_t* counts = nullptr;  ///< [group] k of each query head; may be null
-  std::byte* scratch = nullptr;     ///< Backend::choose_clusters_scratch_bytes of memory, 256-byte aligned
+  std::byte* scratch = nullptr;     ///< scratch memory of a device, 256-byte aligned
 
   /// Tokens whose scores are wanted of a query head: what is attended anyway, then the samples.
   [[nodiscard]] constexpr std::uint32_t anyway() const noexcept { return sinks + (tokens - recent); }

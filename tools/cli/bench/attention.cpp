@@ -95,13 +95,13 @@ class AttentionBench {
   void run_pass() {
     std::vector<std::unique_ptr<PolicyLayer>> runs;
     // The oracle to compare selections with runs untimed, whether or not it is on the list.
-    PolicyLayer oracle(oracle_spec(), batch_, machine_.backend, machine_.workers);
+    PolicyLayer oracle(oracle_spec(), batch_, machine_.host);
     oracle.begin();
     for (const PolicySpec& spec : specs_) {
-      runs.push_back(std::make_unique<PolicyLayer>(spec, batch_, machine_.backend, machine_.workers));
+      runs.push_back(std::make_unique<PolicyLayer>(spec, batch_, machine_.host));
       runs.back()->begin();
     }
-    DenseLayer dense(batch_, machine_.backend);
+    DenseLayer dense(batch_, machine_.host);
     StepOutput want;
     StepOutput got;
     for (std::uint32_t step = 0; step < options_.steps; ++step) {

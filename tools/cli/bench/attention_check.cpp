@@ -5,7 +5,7 @@
 #include <cmath>
 #include <string>
 
-#include "cpu/backend/verbs.hpp"
+#include "cpu/stages/rows.hpp"
 #include "sluice/error.hpp"
 
 namespace sluice::tools {
@@ -76,7 +76,7 @@ void check_whole_budget(const LayerBatch& batch, BenchMachine& machine, PolicySp
   // By a share of the mass a history's candidates are never all.
   if (spec.budget.kind == BudgetKind::top_p) spec.budget.kind = BudgetKind::top_k;
   spec.bypass_threshold = 0.f;
-  PolicyLayer whole(spec, batch, machine.backend, machine.workers);
+  PolicyLayer whole(spec, batch, machine.host);
   whole.begin();
   StepOutput output;
   whole.step(0, output);
@@ -89,12 +89,12 @@ void check_whole_budget(const LayerBatch& batch, BenchMachine& machine, PolicySp
 /// The first step of a batch, against the same of a sequence alone.
 void check_alone(const LayerBatch& batch, BenchMachine& machine, const PolicySpec& spec, const std::string& what) {
   const AttentionShape& shape = batch.front()->options().shape;
-  PolicyLayer together(spec, batch, machine.backend, machine.workers);
+  PolicyLayer together(spec, batch, machine.host);
   together.begin();
   StepOutput all;
   together.step(0, all);
   for (std::size_t row = 0; row < batch.size(); ++row) {
-    PolicyLayer alone(spec, {batch[row]}, machine.backend, machine.workers);
+    PolicyLayer alone(spec, {batch[row]}, machine.host);
     alone.begin();
     StepOutput one;
     alone.step(0, one);
@@ -109,7 +109,7 @@ void check_alone(const LayerBatch& batch, BenchMachine& machine, const PolicySpe
 
 void check_attention(const LayerBatch& batch, BenchMachine& machine, const std::vector<PolicySpec>& specs) {
   StepOutput dense;
-  DenseLayer(batch, machine.backend).attend(0, dense);
+  DenseLayer(batch, machine.host).attend(0, dense);
   check_dense(batch, dense);
   for (const PolicySpec& spec : specs) {
     const std::string what = "policy '" + spec.name + "'";

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "cpu/backend/backend.hpp"
 #include "cpu/machine/topology.hpp"
+#include "cpu/stages/stages.hpp"
 #include "cpu/threads/workers.hpp"
 #include "sluice/engine.hpp"
 #include "sluice/shape.hpp"
@@ -48,11 +48,11 @@ struct BenchMachine {
   explicit BenchMachine(std::uint32_t threads)
       : workers(topology, {.threads = threads}),
         builders(std::make_shared<const cpu::Workers>(topology, cpu::WorkersOptions{})),
-        backend(workers) {}
+        host{.workers = workers} {}
   cpu::Topology topology;
   cpu::Workers workers;                          ///< the measured ones
   std::shared_ptr<const cpu::Workers> builders;  ///< all cores; make the data
-  cpu::Backend backend;
+  cpu::Host host;                                ///< of `workers`
 };
 
 /// Empties the caches of what was measured before, as the other layers of a model would.

@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include "cpu/stages/shapes.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/bench/batch_rows.hpp"
 #include "tools/cli/bench/bench.hpp"
@@ -49,11 +50,11 @@ int run(BenchCpuOptions options) {
   BenchMachine machine(options.threads);
   const PageLayout layout{
       .page_tokens = options.page_tokens, .head_dim = options.shape.head_dim, .dtype = options.dtype};
-  for (const std::string& reason : machine.backend.unsupported_reasons(options.shape, layout)) {
+  for (const std::string& reason : cpu::unsupported_reasons(options.shape, layout)) {
     throw Error(Errc::unsupported, "bench cpu: " + reason);
   }
   Report report{.command = "bench cpu", .config = config_of(options)};
-  report.config["isa"] = machine.backend.isa();
+  report.config["isa"] = machine.host.kernels.name;
   ProgressBar bar("bench");
   const InterruptScope interrupts;
   for (const std::string& section : sections) {

@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "sluice/units.hpp"
-#include "tools/cli/bench/backend_of.hpp"
+#include "tools/stages/stages.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -22,7 +22,7 @@ DenseCache::DenseCache(const AttentionShape& shape, std::uint32_t tokens, std::u
       layout_{.page_tokens = kPageTokens, .head_dim = shape.head_dim, .dtype = DType::bf16},
       pages_(static_cast<std::uint32_t>(div_up(tokens, kPageTokens))),
       sequences_(sequences),
-      backend_(backend_of(device)),
+      stages_(stages_of(device)),
       tokens_(std::size_t{sequences} * shape.layers),
       frames_(std::size_t{shape.kv_heads} * pages_),
       runs_(sequences) {
@@ -67,20 +67,20 @@ void DenseCache::append(std::uint32_t sequence, LayerId layer, const TensorView&
   std::vector<AppendTask> tasks;
   place(sequence, layer, k, v, 0, k.tokens, tasks);
   settle(stream);
-  backend_->append(tasks, layout_, &stream);
+  stages_->append(tasks, layout_, &stream);
 }
 
 void DenseCache::attend(const AttentionCall& call, Stream& stream) {
   std::vector<AppendTask> appends;
   for (std::uint32_t i = 0; i < sequences_; ++i) place(i, call.layer, call.k, call.v, i, 1, appends);
   settle(stream);
-  backend_->append(appends, layout_, &stream);
+  stages_->append(appends, layout_, &stream);
   const std::uint32_t d = shape_.head_dim;
   const std::size_t all_heads = std::size_t{sequences_} * shape_.q_heads;
   float* const q = reinterpret_cast<float*>(floats_->data());
   float* const out = q + all_heads * d;
   float* const lse = out + all_heads * d;
-  backend_->to_f32(call.q, q, &stream);
+  stages_->to_f32(call.q, q, &stream);
   const std::size_t count = std::size_t{sequences_} * shape_.kv_heads;
   std::vector<AttendTask> tasks(count);
   std::vector<Partial> parts(count);
@@ -105,8 +105,8 @@ void DenseCache::attend(const AttentionCall& call, Stream& stream) {
       merges[at] = {.parts = {&parts[at], 1}, .out = call.out.row(i, head * shape_.group()), .lse = nullptr};
     }
   }
-  backend_->attend(tasks, shape_, &stream);
-  backend_->merge(merges, shape_, call.out.dtype, &stream);
+  stages_->attend(tasks, shape_, &stream);
+  stages_->merge(merges, shape_, call.out.dtype, &stream);
 }
 
 }  // namespace sluice::tools

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "sluice/device.hpp"
-#include "sluice/step/backend.hpp"
 #include "tools/llama/model.hpp"
+#include "tools/stages/stages.hpp"
 
 namespace sluice::tools {
 
@@ -36,7 +36,7 @@ class DenseCache {
   PageLayout layout_;
   std::uint32_t pages_;  ///< of a sequence, layer and KV head
   std::uint32_t sequences_;
-  std::shared_ptr<Backend> backend_;
+  std::shared_ptr<Stages> stages_;
   std::vector<std::unique_ptr<Buffer>> layers_;  ///< [sequences, kv_heads, pages]
   std::unique_ptr<Buffer> floats_;               ///< q, out, lse of all
   std::vector<std::uint32_t> tokens_;            ///< [sequences, layers]

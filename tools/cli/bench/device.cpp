@@ -7,9 +7,9 @@
 
 #include "sluice/error.hpp"
 #include "sluice/units.hpp"
-#include "tools/cli/bench/backend_of.hpp"
 #include "tools/cli/bench/device_copies.hpp"
 #include "tools/cli/text/interrupt.hpp"
+#include "tools/stages/stages.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -75,7 +75,7 @@ struct DenseOnDevice::Impl {
   std::uint32_t head_pages;  ///< pages per KV head
   const DeviceSteps& steps;
   Device& device;
-  std::shared_ptr<Backend> backend;
+  std::shared_ptr<Stages> stages;
   std::unique_ptr<Stream> stream;
   std::vector<std::uint32_t> lengths;           ///< of the sequences
   std::vector<std::unique_ptr<Buffer>> copies;  ///< [copies] pages [kv_heads, pages]
@@ -112,7 +112,7 @@ struct DenseOnDevice::Impl {
                     .lse = floats + std::size_t{shape.q_heads} * shape.head_dim + q_head};
       }
     }
-    backend->attend(tasks, shape, stream.get());
+    stages->attend(tasks, shape, stream.get());
   }
 };
 
@@ -123,7 +123,7 @@ DenseOnDevice::DenseOnDevice(const SyntheticLayer& layer, const DeviceSteps& ste
                      .head_pages = 0,
                      .steps = steps,
                      .device = device,
-                     .backend = backend_of(device),
+                     .stages = stages_of(device),
                      .stream = device.create_stream("dense"),
                      .lengths = std::move(lengths),
                      .copies = {},

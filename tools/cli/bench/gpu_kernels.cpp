@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "cpu/device/host_device.hpp"
-#include "tools/cli/bench/backend_of.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/device_copies.hpp"
+#include "tools/stages/stages.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -19,7 +19,6 @@ constexpr std::uint32_t kSamples = 9;
 /// Calls in a row, each on memory of its own, together more than a device's cache holds.
 constexpr std::uint32_t kCalls = 8;
 constexpr std::uint32_t kPages = 8'192;
-constexpr std::uint32_t kChunk = 2'048;
 constexpr std::uint32_t kPageBudgets[] = {16, 246};
 constexpr std::uint64_t kCopyBytes = 256 * MiB;
 constexpr std::uint64_t kLinkBytes = 48 * MiB;
@@ -34,7 +33,7 @@ struct CallTime {
 /// What cannot be beaten: bytes through the device's memory, or over the link.
 enum class Floor : std::uint8_t { device, link };
 
-/// The verbs of one decode step outside attention, on data of its size, against what their bytes cost alone.
+/// Stages of one decode step outside attention, on data of its size, against what their bytes cost alone.
 class KernelBench {
  public:
   KernelBench(std::shared_ptr<Device> device, const AttentionShape& shape, std::uint32_t page_tokens);
@@ -54,12 +53,10 @@ class KernelBench {
   void measure_floors();
   void score_pages();
   void top_k();
-  void append(std::uint32_t tokens, const std::string& work);
-  void merge();
   void gather(bool to_device);
 
   std::shared_ptr<Device> device_;
-  std::shared_ptr<Backend> backend_;
+  std::shared_ptr<Stages> stages_;
   AttentionShape shape_;
   PageLayout layout_;
   std::vector<std::unique_ptr<Buffer>> memory_;  ///< of the case that is measured
@@ -77,7 +74,7 @@ class KernelBench {
 
 KernelBench::KernelBench(std::shared_ptr<Device> device, const AttentionShape& shape, std::uint32_t page_tokens)
     : device_(std::move(device)),
-      backend_(backend_of(*device_)),
+      stages_(stages_of(*device_)),
       shape_(shape),
       layout_{.page_tokens = page_tokens, .head_dim = shape.head_dim, .dtype = DType::bf16},
       stream_(device_->create_stream("kernels")),
@@ -192,7 +189,7 @@ void KernelBench::score_pages() {
     }
   }
   const CallTime took = time(kCalls, [&](std::uint32_t call) {
-    backend_->score_pages(layers[call % kCalls], shape_, DType::bf16, stream_.get());
+    stages_->score_pages(layers[call % kCalls], shape_, DType::bf16, stream_.get());
   });
   add("score_pages", std::to_string(shape_.kv_heads) + " heads x " + std::to_string(kPages) + " pages", Floor::device,
       head_bytes * shape_.kv_heads + scores * sizeof(float), took);
@@ -206,63 +203,10 @@ void KernelBench::top_k() {
     for (std::uint32_t row = 0; row < shape_.q_heads; ++row) {
       tasks.push_back({.values = values.subspan(std::size_t{row} * kPages, kPages), .k = k, .out = out + row * k});
     }
-    const CallTime took = time(kCalls, [&](std::uint32_t) { backend_->top_k(tasks, stream_.get()); });
+    const CallTime took = time(kCalls, [&](std::uint32_t) { stages_->top_k(tasks, stream_.get()); });
     add("top_k", std::to_string(shape_.q_heads) + " rows of " + std::to_string(kPages) + ", k " + std::to_string(k),
         Floor::device, values.size_bytes(), took);
   }
-}
-
-/// All heads' rows of `tokens` consecutive tokens, from [tokens, kv_heads, head_dim] into pages.
-void KernelBench::append(std::uint32_t tokens, const std::string& work) {
-  const std::uint64_t bytes = layout_.row_bytes() * shape_.kv_heads * tokens;  // Of K, and of V.
-  const std::uint64_t pages = div_up(tokens, layout_.page_tokens);
-  std::vector<std::vector<AppendTask>> chunks(kCalls);
-  for (auto& tasks : chunks) {
-    const std::span<std::byte> k = random_bf16(bytes);
-    const std::span<std::byte> v = random_bf16(bytes);
-    const std::span<std::byte> to = on_device(pages * shape_.kv_heads * layout_.page_bytes());
-    for (std::uint64_t i = 0; i < pages * shape_.kv_heads; ++i) {
-      const std::uint64_t head = i / pages;
-      const auto first = static_cast<std::uint32_t>(i % pages * layout_.page_tokens);
-      const std::uint64_t offset = (std::uint64_t{first} * shape_.kv_heads + head) * layout_.row_bytes();
-      tasks.push_back({.k = k.data() + offset,
-                       .v = v.data() + offset,
-                       .dtype = DType::bf16,
-                       .token_stride = std::uint64_t{shape_.kv_heads} * shape_.head_dim,
-                       .page = to.data() + i * layout_.page_bytes(),
-                       .first_row = 0,
-                       .count = std::min(layout_.page_tokens, tokens - first)});
-    }
-  }
-  const CallTime took =
-      time(kCalls, [&](std::uint32_t call) { backend_->append(chunks[call % kCalls], layout_, stream_.get()); });
-  add("append", work, Floor::device, 2 * 2 * bytes, took);
-}
-
-/// The near part in the device's memory, the far part in the host's, as a step leaves them.
-void KernelBench::merge() {
-  const std::size_t row = shape_.head_dim;
-  const std::size_t floats = shape_.q_heads * (row + 1);
-  const std::span<float> near = random_floats(floats);
-  const std::span<float> far(reinterpret_cast<float*>(pinned(floats * sizeof(float)).data()), floats);
-  std::fill(far.begin(), far.end(), 0.5f);
-  const std::span<std::byte> out = on_device(shape_.q_heads * row * sizeof(std::uint16_t));
-  std::vector<Partial> parts;
-  for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {
-    const std::size_t first = std::size_t{head} * shape_.group();
-    for (const std::span<float> part : {near, far}) {
-      parts.push_back({.out = part.data() + first * row, .lse = part.data() + shape_.q_heads * row + first});
-    }
-  }
-  std::vector<MergeTask> tasks;
-  for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {
-    tasks.push_back({.parts = std::span(parts).subspan(2 * std::size_t{head}, 2),
-                     .out = out.data() + std::size_t{head} * shape_.group() * row * sizeof(std::uint16_t)});
-  }
-  const CallTime took =
-      time(kCalls, [&](std::uint32_t) { backend_->merge(tasks, shape_, DType::bf16, stream_.get()); });
-  add("merge", std::to_string(shape_.q_heads) + " rows, one part near, one in host memory", Floor::link,
-      far.size_bytes(), took);
 }
 
 void KernelBench::gather(bool to_device) {
@@ -284,9 +228,6 @@ Table KernelBench::run() {
   measure_floors();
   score_pages();
   top_k();
-  append(1, std::to_string(shape_.kv_heads) + " heads x 1 token");
-  append(kChunk, std::to_string(shape_.kv_heads) + " heads x " + std::to_string(kChunk) + " tokens");
-  merge();
   gather(true);
   gather(false);
   table_.title += "; device memory " + std::to_string(std::lround(device_gbps_)) + " GB/s, link " +

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <random>
 
-#include "cpu/backend/rates.hpp"
+#include "cpu/threads/rates.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/text/values.hpp"
 
@@ -39,7 +39,7 @@ std::vector<Pattern> patterns(std::uint32_t tokens, std::uint32_t page_tokens, s
   return {std::move(whole), std::move(some), std::move(rows)};
 }
 
-double median_seconds(const Pattern& pattern, const SyntheticLayer& layer, cpu::Backend& backend,
+double median_seconds(const Pattern& pattern, const SyntheticLayer& layer, const cpu::Host& host,
                       CacheEvictor& evictor) {
   const SyntheticOptions& options = layer.options();
   std::vector<float> out(std::size_t{options.shape.q_heads} * options.shape.head_dim);
@@ -57,7 +57,7 @@ double median_seconds(const Pattern& pattern, const SyntheticLayer& layer, cpu::
   for (std::uint32_t i = 0; i < kSamples; ++i) {
     evictor.evict();
     const auto start = Clock::now();
-    backend.attend(tasks, options.shape, nullptr);
+    cpu::attend(host, tasks, options.shape);
     samples.push_back(std::chrono::duration<double>(Clock::now() - start).count());
   }
   return percentile(samples, 0.5);
@@ -93,7 +93,7 @@ Table bench_kernels(const BenchCpuOptions& options, BenchMachine& machine) {
   for (const Pattern& pattern : patterns(static_cast<std::uint32_t>(tokens), layout.page_tokens, options.seed)) {
     // Next to each other in time: a shared machine's rate drifts.
     const double read_gbps = cpu::measure_read_gbps(machine.workers, kBytes);
-    const double seconds = median_seconds(pattern, layer, machine.backend, evictor);
+    const double seconds = median_seconds(pattern, layer, machine.host, evictor);
     const double bytes = static_cast<double>(pattern.attended() * token_bytes * options.shape.kv_heads);
     const double gbps = bytes / seconds / 1e9;
     table.rows.push_back({pattern.name, machine.workers.threads(), options.shape.group(), options.shape.head_dim,

@@ -1,9 +1,9 @@
 #include "tools/cli/bench/layer.hpp"
 
 #include <algorithm>
-#include <array>
 #include <bit>
 
+#include "cpu/stages/rows.hpp"
 #include "runtime/far/host_kv.hpp"
 #include "sluice/error.hpp"
 
@@ -57,7 +57,7 @@ void DenseLayer::attend(std::uint32_t step, StepOutput& output) {
       task.out = partial_of(output, shape, row * shape.kv_heads + head);
     }
   }
-  backend_.attend(tasks, shape, nullptr);
+  cpu::attend(host_, tasks, shape);
 }
 
 struct PolicyLayer::Head {
@@ -67,12 +67,11 @@ struct PolicyLayer::Head {
   scheduler::SelectCounters counters;
 };
 
-PolicyLayer::PolicyLayer(const PolicySpec& spec, LayerBatch batch, cpu::Backend& backend, const cpu::Workers& workers)
+PolicyLayer::PolicyLayer(const PolicySpec& spec, LayerBatch batch, const cpu::Host& host)
     : spec_(spec),
       batch_(std::move(batch)),
       shape_(batch_.front()->options().shape),
-      backend_(backend),
-      workers_(workers),
+      host_(host),
       rows_(batch_.size() * shape_.kv_heads) {
   if (spec.uses(Source::pages) || spec.near.share > 0.f) {
     throw Error(Errc::unsupported, "bench cpu cannot measure policy '" + spec.name +
@@ -93,7 +92,7 @@ PolicyLayer::PolicyLayer(const PolicySpec& spec, LayerBatch batch, cpu::Backend&
 PolicyLayer::~PolicyLayer() = default;
 
 void PolicyLayer::begin() {
-  workers_.parallel_for(heads(), [&](std::uint32_t h) {
+  host_.workers.parallel_for(heads(), [&](std::uint32_t h) {
     const SyntheticOptions& options = layer(h).options();
     policy(h).begin({.kv_head = kv_head(h),
                      .tokens = options.tokens,
@@ -109,7 +108,7 @@ PhaseTimes PolicyLayer::step(std::uint32_t step, StepOutput& output) {
   PhaseTimes times;
   const auto timed = [&](double& slot, const auto& body) {
     const auto start = Clock::now();
-    workers_.parallel_for(heads(), body);
+    host_.workers.parallel_for(heads(), body);
     slot = microseconds_since(start);
   };
   timed(times.forecast, [&](std::uint32_t h) { policy(h).forecast(kv_head(h), seen(h)); });
@@ -131,7 +130,7 @@ PhaseTimes PolicyLayer::step(std::uint32_t step, StepOutput& output) {
                       .kv = &head.reader},
                      rows_[h], head.bypass, head.counters);
   });
-  for (const auto& head : heads_) times.score += head->reader.score_us / workers_.threads();
+  for (const auto& head : heads_) times.score += head->reader.score_us / host_.workers.threads();
   const auto start = Clock::now();
   attend(step, output);
   times.attend = microseconds_since(start);
@@ -164,16 +163,15 @@ void PolicyLayer::attend(std::uint32_t step, StepOutput& output) {
     near.out = partial_of(near_, shape_, head);
     far.out = partial_of(far_, shape_, head);
   }
-  backend_.attend(tasks, shape_, nullptr);
-  std::vector<std::array<Partial, 2>> parts(heads());
-  std::vector<MergeTask> merges(heads());
-  for (std::uint32_t head = 0; head < heads(); ++head) {
+  cpu::attend(host_, tasks, shape_);
+  host_.workers.parallel_for(heads(), [&](std::uint32_t head) {
     apply_bypass(head);
-    parts[head] = {partial_of(near_, shape_, head), partial_of(far_, shape_, head)};
+    const Partial near = partial_of(near_, shape_, head);
     const Partial merged = partial_of(output, shape_, head);
-    merges[head] = {.parts = parts[head], .out = reinterpret_cast<std::byte*>(merged.out), .lse = merged.lse};
-  }
-  backend_.merge(merges, shape_, DType::f32, nullptr);
+    std::copy_n(near.out, std::size_t{shape_.group()} * shape_.head_dim, merged.out);
+    std::copy_n(near.lse, shape_.group(), merged.lse);
+    cpu::merge_into(merged, partial_of(far_, shape_, head), shape_.group(), shape_.head_dim);
+  });
   for (std::size_t row = 0; row < output.lse.size(); ++row) {
     const std::uint32_t bypassed = heads_[row / shape_.group()]->bypass.heads;
     if ((bypassed >> row % shape_.group() & 1u) != 0) output.lse[row] = near_.lse[row];

@@ -5,8 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/backend/backend.hpp"
-#include "cpu/threads/workers.hpp"
+#include "cpu/stages/stages.hpp"
 #include "scheduler/layer_policy.hpp"
 #include "sluice/policy.hpp"
 #include "sluice/step/selection.hpp"
@@ -25,16 +24,16 @@ struct StepOutput {
       lse;  ///< [rows, q_heads] of what was attended; a bypassed head's estimate of the rest is not in it
 };
 
-/// Dense attention on the CPU, as Backend::attend does it over whole pages, all sequences in one call.
+/// Dense attention on the CPU, over whole pages, all sequences in one call.
 class DenseLayer {
  public:
-  DenseLayer(LayerBatch batch, cpu::Backend& backend) : batch_(std::move(batch)), backend_(backend) {}
+  DenseLayer(LayerBatch batch, const cpu::Host& host) : batch_(std::move(batch)), host_(host) {}
   /// Tokens [0, options.tokens + step] of each sequence, the step's own included.
   void attend(std::uint32_t step, StepOutput& output);
 
  private:
   LayerBatch batch_;
-  cpu::Backend& backend_;
+  cpu::Host host_;
   std::vector<std::vector<PageRun>> runs_;  ///< [rows]
 };
 
@@ -54,7 +53,7 @@ class PolicyLayer {
  public:
   /// @throws Error{Errc::unsupported} for a policy that ranks pages or keeps a near share, which are the
   ///         device's part and not measured here.
-  PolicyLayer(const PolicySpec& spec, LayerBatch batch, cpu::Backend& backend, const cpu::Workers& workers);
+  PolicyLayer(const PolicySpec& spec, LayerBatch batch, const cpu::Host& host);
   ~PolicyLayer();
 
   /// Reads the prompt. Once, before the first step.
@@ -84,8 +83,7 @@ class PolicyLayer {
   PolicySpec spec_;
   LayerBatch batch_;
   AttentionShape shape_;
-  cpu::Backend& backend_;
-  const cpu::Workers& workers_;
+  cpu::Host host_;
   std::vector<std::unique_ptr<scheduler::LayerPolicy>> policies_;  ///< [rows]
   std::vector<std::unique_ptr<Head>> heads_;                       ///< [rows, kv_heads]
   std::vector<SelectionRow> rows_;                                 ///< likewise

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <chrono>
 
-#include "tools/cli/bench/backend_of.hpp"
 #include "tools/cli/text/report.hpp"
+#include "tools/stages/stages.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -16,7 +16,7 @@ constexpr std::chrono::minutes kPatience{10};
 PrefillBatch::PrefillBatch(const std::vector<std::unique_ptr<PrefillLayer>>& layers, std::uint32_t chunk_tokens,
                            Device& device, Stream& stream)
     : device_(device),
-      backend_(backend_of(device)),
+      stages_(stages_of(device)),
       stream_(stream),
       shape_(layers.front()->options().shape),
       strides_(layers.front()->strides()) {
@@ -44,13 +44,13 @@ void PrefillBatch::choose_everywhere() {
 }
 
 void PrefillBatch::choose(const PrefillSpec& spec) {
-  for (const Call& call : calls_) backend_->select_blocks(call.choice, spec, strides_, shape_, &stream_);
+  for (const Call& call : calls_) stages_->select_blocks(call.choice, spec, strides_, shape_, &stream_);
 }
 
 void PrefillBatch::attend() {
   for (const Call& call : calls_) {
-    backend_->prefill(call.dense, strides_, shape_, &stream_);
-    backend_->prefill(call.chosen, strides_, shape_, &stream_);
+    stages_->prefill(call.dense, strides_, shape_, &stream_);
+    stages_->prefill(call.chosen, strides_, shape_, &stream_);
   }
 }
 

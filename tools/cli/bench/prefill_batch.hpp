@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include "sluice/step/backend.hpp"
 #include "tools/cli/bench/prefill_layer.hpp"
+#include "tools/stages/stages.hpp"
 
 namespace sluice::tools {
 
@@ -42,7 +42,7 @@ class PrefillBatch {
   void plan_calls();
 
   Device& device_;
-  std::shared_ptr<Backend> backend_;
+  std::shared_ptr<Stages> stages_;
   Stream& stream_;
   AttentionShape shape_;
   PrefillShape strides_;

@@ -10,7 +10,6 @@
 #include "sluice/error.hpp"
 #include "sluice/step/forward_verbs.hpp"
 #include "sluice/step/prefill_choice.hpp"
-#include "tools/cli/bench/backend_of.hpp"
 #include "tools/cli/bench/batch_rows.hpp"
 #include "tools/cli/bench/bench.hpp"
 #include "tools/cli/bench/prefill_automatic.hpp"
@@ -18,6 +17,7 @@
 #include "tools/cli/prefill_flags.hpp"
 #include "tools/cli/text/interrupt.hpp"
 #include "tools/cli/text/values.hpp"
+#include "tools/stages/stages.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -158,7 +158,7 @@ void PrefillBench::run(PromptStructure structure, std::uint32_t length, std::uin
          .structure = structure,
          .seed = options_.seed + wanted.size()});
   }
-  for (const std::string& reason : backend_of(*device_)->unsupported_reasons(options_.shape, wanted.front().layout)) {
+  for (const std::string& reason : stages_of(*device_)->unsupported_reasons(options_.shape, wanted.front().layout)) {
     throw Error(Errc::unsupported, "bench prefill: " + reason);
   }
   const PrefillPages pages(wanted, *device_);

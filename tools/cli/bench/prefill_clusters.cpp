@@ -5,8 +5,8 @@
 #include <string>
 
 #include "sluice/error.hpp"
-#include "tools/cli/bench/backend_of.hpp"
 #include "tools/cli/bench/device_copies.hpp"
+#include "tools/stages/stages.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -23,7 +23,7 @@ void check(bool right, const std::string& what) {
 
 PrefillClusters::PrefillClusters(const std::vector<std::unique_ptr<PrefillLayer>>& layers,
                                  std::uint32_t tokens_per_cluster, Device& device, Stream& stream)
-    : layers_(layers), device_(device), backend_(backend_of(device)), stream_(stream) {
+    : layers_(layers), device_(device), stages_(stages_of(device)), stream_(stream) {
   const auto made = [&](std::uint64_t bytes) {
     memory_.push_back(device_.allocate(std::max<std::uint64_t>(bytes, 1)));
     return memory_.back()->data();
@@ -40,13 +40,13 @@ PrefillClusters::PrefillClusters(const std::vector<std::unique_ptr<PrefillLayer>
       task.centroids = reinterpret_cast<float*>(made(std::uint64_t{clusters} * options.shape.head_dim * sizeof(float)));
       task.members = reinterpret_cast<std::uint32_t*>(made(options.tokens * sizeof(std::uint32_t)));
       task.starts = reinterpret_cast<std::uint32_t*>(made((clusters + 1) * sizeof(std::uint32_t)));
-      task.scratch = made(backend_->cluster_scratch_bytes(task));
+      task.scratch = made(stages_->cluster_scratch_bytes(task));
       tasks_.push_back(task);
     }
   }
 }
 
-void PrefillClusters::cluster() { backend_->cluster(tasks_, &stream_); }
+void PrefillClusters::cluster() { stages_->cluster(tasks_, &stream_); }
 
 void PrefillClusters::require() const {
   for (std::size_t i = 0; i < layers_.size(); ++i) {

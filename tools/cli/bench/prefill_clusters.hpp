@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "sluice/policy.hpp"
-#include "sluice/step/backend.hpp"
 #include "sluice/step/select_tasks.hpp"
 #include "tools/cli/bench/prefill_layer.hpp"
+#include "tools/stages/stages.hpp"
 
 namespace sluice::tools {
 
@@ -34,7 +34,7 @@ class PrefillClusters {
 
   const std::vector<std::unique_ptr<PrefillLayer>>& layers_;
   Device& device_;
-  std::shared_ptr<Backend> backend_;
+  std::shared_ptr<Stages> stages_;
   Stream& stream_;
   std::uint32_t most_ = 0;
   std::vector<ClusterTask> tasks_;  ///< [layers, kv_heads]

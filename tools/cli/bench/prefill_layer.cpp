@@ -7,9 +7,9 @@
 #include "cpu/float16.hpp"
 #include "sluice/error.hpp"
 #include "sluice/step/prefill_choice.hpp"
-#include "tools/cli/bench/backend_of.hpp"
 #include "tools/cli/bench/device_copies.hpp"
 #include "tools/cli/text/report.hpp"
+#include "tools/stages/stages.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -136,11 +136,11 @@ PrefillPass::PrefillPass(const PrefillLayer& layer, std::uint32_t chunk_tokens, 
   const std::uint32_t tokens = layer.options().tokens;
   std::uint64_t words = 0;
   std::uint64_t scratch = 1;
-  const auto backend = backend_of(device);
+  const auto stages = stages_of(device);
   for (std::uint32_t first = 0; first < tokens; first += chunk_tokens) {
     chunks_.push_back({.first = first, .count = std::min(chunk_tokens, tokens - first), .mask_at = words});
     words += shape_.kv_heads * mask_words(chunks_.back());
-    scratch = std::max(scratch, backend->select_blocks_scratch_bytes(first, chunks_.back().count, shape_));
+    scratch = std::max(scratch, stages->select_blocks_scratch_bytes(first, chunks_.back().count, shape_));
   }
   constexpr std::uint64_t kAlignment = 256;
   scratch = div_up(scratch, kAlignment) * kAlignment;

@@ -6,9 +6,9 @@
 
 #include "cpu/machine/host_pool.hpp"
 #include "cpu/threads/spin.hpp"
-#include "gpu/transfer/ping.hpp"
 #include "sluice/error.hpp"
 #include "tools/cli/link/machine.hpp"
+#include "tools/link/ping.hpp"
 
 namespace sluice::tools {
 namespace {
@@ -63,7 +63,7 @@ double stream_round_trip_us(LinkMachine& machine) {
 double kernel_round_trip_us(LinkMachine& machine) {
   Flags flags(machine.device);
   const auto stream = machine.device.create_queue("device");
-  gpu::launch_ping(flags.to_host->word(), flags.to_device->word(), kPingRounds, kPatience_us, flags.done,
+  launch_ping(flags.to_host->word(), flags.to_device->word(), kPingRounds, kPatience_us, flags.done,
                    stream->handle());
   const std::atomic_ref<std::uint64_t> ping(*flags.to_host->word());
   const std::atomic_ref<std::uint64_t> pong(*flags.to_device->word());

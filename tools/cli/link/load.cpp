@@ -6,13 +6,12 @@
 #include <functional>
 #include <thread>
 
-#include "gpu/transfer/memory_load.hpp"
 #include "tools/cli/link/machine.hpp"
+#include "tools/link/memory_load.hpp"
 
 namespace sluice::tools {
 namespace {
 
-using gpu::TransferCase;
 
 constexpr std::uint32_t kLoad_us = 200'000;
 constexpr std::uint64_t kPieceBytes = 256 * KiB;
@@ -27,12 +26,12 @@ class DeviceLoad {
         stream_(machine.device.create_queue("load")),
         begin_(machine.device.create_event()),
         end_(machine.device.create_event()) {
-    gpu::load_memory_load_kernels();
+    load_memory_load_kernels();
   }
   void start() {
     std::memset(moved_->data(), 0, 64);
     stream_->record(*begin_);
-    gpu::launch_memory_load(memory_->data(), memory_->bytes(), kLoad_us,
+    launch_memory_load(memory_->data(), memory_->bytes(), kLoad_us,
                             reinterpret_cast<std::uint64_t*>(moved_->data()), machine_.device.multiprocessors(),
                             stream_->handle());
     stream_->record(*end_);
@@ -125,7 +124,7 @@ std::vector<Json> measure(LinkMachine& machine, Load& load, const char* name, co
   const double load_alone = load.finish();
   std::vector<double> rates;
   for (int i = 0; i < machine.options.samples; ++i) rates.push_back(transfer_gbps());
-  const double transfer_alone = gpu::median(rates);
+  const double transfer_alone = median(rates);
   rates.clear();
   load.start();
   while (load.running()) {
@@ -133,7 +132,7 @@ std::vector<Json> measure(LinkMachine& machine, Load& load, const char* name, co
     if (load.running()) rates.push_back(rate);  // else part of it had the machine for itself
   }
   const double load_together = load.finish();
-  const double transfer_together = gpu::median(rates);
+  const double transfer_together = median(rates);
   return {name,
           to_string(what.choice.path),
           what.to_device ? "h2d" : "d2h",

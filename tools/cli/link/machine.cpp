@@ -11,6 +11,7 @@
 #include "sluice/error.hpp"
 #include "tools/cli/link/transfer_profile.hpp"
 #include "tools/cli/text/values.hpp"
+#include "tools/link/calibrate_transfers.hpp"
 
 namespace sluice::tools {
 namespace {

@@ -9,10 +9,10 @@
 #include "cpu/machine/topology.hpp"
 #include "cpu/threads/workers.hpp"
 #include "gpu/device/cuda_device.hpp"
-#include "gpu/transfer/bench.hpp"
 #include "sluice/cuda.hpp"
 #include "tools/cli/link/link.hpp"
 #include "tools/cli/text/progress_bar.hpp"
+#include "tools/link/bench.hpp"
 
 namespace sluice::tools {
 
@@ -30,7 +30,7 @@ struct LinkMachine {
   gpu::CudaDevice device;  ///< chooses by `profile`
   cpu::Slab slab;
   std::unique_ptr<Registration> registration;
-  gpu::TransferBench bench;
+  TransferBench bench;
   ProgressBar bar{"link"};
 };
 

@@ -1,25 +1,25 @@
 // What a calibration decides: which path for which batch, and how many thread blocks gather.
 #include <array>
 
-#include "gpu/transfer/calibrate.hpp"
 #include "tools/cli/link/machine.hpp"
 #include "tools/cli/text/values.hpp"
+#include "tools/link/calibrate.hpp"
 
 namespace sluice::tools {
 namespace {
 
 constexpr std::array<std::uint32_t, 5> kCounts{4, 16, 64, 256, 1024};
 
-std::vector<std::vector<gpu::GatherRate>> gather_rates(LinkMachine& machine, TransferLoad load, Table& table) {
+std::vector<std::vector<GatherRate>> gather_rates(LinkMachine& machine, TransferLoad load, Table& table) {
   const bool busy = load == TransferLoad::busy;
-  std::vector<std::vector<gpu::GatherRate>> columns;
+  std::vector<std::vector<GatherRate>> columns;
   for (const bool to_device : {true, false}) {
     for (const std::uint64_t block_bytes : {4 * KiB, 16 * KiB, 64 * KiB}) {
       table.columns.push_back(
           {(busy ? std::string("busy_") : "") + (to_device ? "h2d_" : "d2h_") + std::to_string(block_bytes) + "_gbps",
            (busy ? std::string("busy, ") : "") + (to_device ? "to device, " : "to host, ") + format_size(block_bytes),
            1});
-      columns.push_back(gpu::sweep_gather_blocks(machine.bench, to_device, block_bytes, machine.options.samples));
+      columns.push_back(sweep_gather_blocks(machine.bench, to_device, block_bytes, machine.options.samples));
     }
   }
   return columns;
@@ -35,7 +35,7 @@ void link_profile(LinkMachine& machine, LinkFindings& findings) {
     table.columns.push_back({"blocks_" + std::to_string(blocks), std::to_string(blocks)});
   for (const bool to_device : {true, false}) {
     for (const TransferLoad load : {TransferLoad::idle, TransferLoad::busy}) {
-      for (const std::uint64_t block_bytes : gpu::kCalibratedBlockBytes) {
+      for (const std::uint64_t block_bytes : kCalibratedBlockBytes) {
         std::vector<Json> row{to_device ? "h2d" : "d2h", to_string(load), block_bytes};
         for (const std::uint32_t blocks : kCounts)
           row.push_back(to_string(machine.device.chooser().choose({.load = load,
@@ -55,9 +55,9 @@ void link_gather(LinkMachine& machine, LinkFindings& findings) {
               .title = "Gather kernel by its thread blocks, GB/s",
               .columns = {{"gather_blocks", "thread blocks"}}};
   auto columns = gather_rates(machine, TransferLoad::idle, table);
-  const std::uint32_t fewest = gpu::fewest_gather_blocks(columns[1]);
+  const std::uint32_t fewest = fewest_gather_blocks(columns[1]);
   {
-    gpu::MemoryTraffic traffic(machine.device);
+    MemoryTraffic traffic(machine.device);
     machine.bench.run_beside(&traffic);
     for (auto& column : gather_rates(machine, TransferLoad::busy, table)) columns.push_back(std::move(column));
     machine.bench.run_beside(nullptr);

@@ -8,7 +8,6 @@
 namespace sluice::tools {
 namespace {
 
-using gpu::TransferCase;
 
 /// Share of the best path's rate that `auto` has to reach.
 constexpr double kAutoTarget = 0.95;
@@ -37,9 +36,9 @@ struct Point {
   TransferLoad load{};
   std::uint64_t block_bytes = 0;
   std::uint32_t blocks = 0;
-  std::map<TransferPath, gpu::TransferTiming> landed{};
+  std::map<TransferPath, TransferTiming> landed{};
   std::map<TransferPath, std::optional<double>> gated_us{};  ///< of idle devices, one way
-  gpu::TransferTiming automatic{};
+  TransferTiming automatic{};
 
   [[nodiscard]] std::uint64_t bytes() const { return block_bytes * blocks * (way == Way::both ? 2 : 1); }
   [[nodiscard]] TransferPath best() const {
@@ -256,7 +255,7 @@ void link_transfers(LinkMachine& machine, LinkFindings& findings) {
   one_way(TransferLoad::idle);
   each([&](std::uint64_t bytes, std::uint32_t blocks) { return sweep.measure_both(bytes, blocks); });
   {
-    gpu::MemoryTraffic traffic(machine.device);
+    MemoryTraffic traffic(machine.device);
     machine.bench.run_beside(&traffic);
     one_way(TransferLoad::busy);
     machine.bench.run_beside(nullptr);

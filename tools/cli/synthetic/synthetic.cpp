@@ -5,6 +5,7 @@
 #include <numbers>
 #include <string>
 
+#include "cpu/stages/rows.hpp"
 #include "sluice/error.hpp"
 #include "sluice/step/e4m3.hpp"
 #include "sluice/units.hpp"
@@ -37,6 +38,18 @@ void round_row(std::span<float> row) {
     const int exponent = std::max(kLeastExponent, code == 0.f ? kLeastExponent : std::ilogb(code));
     const float quantum = std::ldexp(1.f, exponent - kBits);
     x = std::nearbyint(code / quantum) * quantum * scale;
+  }
+}
+
+/// All rows of a page, [page_tokens, head_dim] each.
+void write_rows(const PageLayout& layout, const float* k, const float* v, std::byte* page) {
+  const cpu::Kernels& kernels = cpu::fastest_kernels();
+  for (std::uint32_t r = 0; r < layout.page_tokens; ++r) {
+    auto* const scales = const_cast<float*>(cpu::scales_in(layout, page, r));
+    std::byte* const row = page + r * layout.row_bytes();
+    cpu::write_row(kernels, layout, k + std::size_t{r} * layout.head_dim, row, scales);
+    cpu::write_row(kernels, layout, v + std::size_t{r} * layout.head_dim, row + layout.half_bytes(),
+                   scales == nullptr ? nullptr : scales + 1);
   }
 }
 
@@ -111,11 +124,10 @@ std::span<const float> SyntheticLayer::prompt_queries(std::uint32_t kv_head) con
 }
 
 void SyntheticLayer::write_pages(const cpu::Workers& builders) {
-  cpu::Backend backend(builders);
-  builders.parallel_for(pages_, [&](std::uint32_t page) { write_page(page, backend); });
+  builders.parallel_for(pages_, [&](std::uint32_t page) { write_page(page); });
 }
 
-void SyntheticLayer::write_page(std::uint32_t page, cpu::Backend& backend) {
+void SyntheticLayer::write_page(std::uint32_t page) {
   const std::uint32_t rows = options_.layout.page_tokens;
   const std::uint32_t dim = options_.shape.head_dim;
   std::vector<float> rotation(std::size_t{rows} * pairs_ * 2);
@@ -140,14 +152,7 @@ void SyntheticLayer::write_page(std::uint32_t page, cpu::Backend& backend) {
       round_row({&k[r * dim], dim});
       round_row({&v[r * dim], dim});
     }
-    const AppendTask task{.k = reinterpret_cast<const std::byte*>(k.data()),
-                          .v = reinterpret_cast<const std::byte*>(v.data()),
-                          .dtype = DType::f32,
-                          .token_stride = dim,
-                          .page = view(head).page(page),
-                          .first_row = 0,
-                          .count = rows};
-    backend.append({&task, 1}, options_.layout, nullptr);
+    write_rows(options_.layout, k.data(), v.data(), view(head).page(page));
   }
 }
 

@@ -5,7 +5,6 @@
 #include <span>
 #include <vector>
 
-#include "cpu/backend/backend.hpp"
 #include "cpu/device/host_device.hpp"
 #include "cpu/machine/host_pool.hpp"
 #include "cpu/machine/topology.hpp"
@@ -58,7 +57,7 @@ class SyntheticLayer {
  public:
   static constexpr std::uint32_t kSinks = 4;
 
-  /// Built by all `builders`; the page writes go through `backend`.
+  /// Built by all `builders`.
   /// @throws Error{Errc::out_of_capacity} if the machine lacks the memory.
   SyntheticLayer(const SyntheticOptions& options, const cpu::Topology& topology,
                  const std::shared_ptr<const cpu::Workers>& builders);
@@ -72,7 +71,7 @@ class SyntheticLayer {
 
  private:
   void write_pages(const cpu::Workers& builders);
-  void write_page(std::uint32_t page, cpu::Backend& backend);
+  void write_page(std::uint32_t page);
   void write_queries();
   void write_head_queries(std::uint32_t head);
   /// Lets the sinks have their shares: reads every key once per query.

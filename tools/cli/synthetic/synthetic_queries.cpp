@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numbers>
 
+#include "cpu/stages/stages.hpp"
 #include "tools/cli/synthetic/synthetic.hpp"
 #include "tools/cli/synthetic/synthetic_parts.hpp"
 
@@ -80,7 +81,6 @@ void SyntheticLayer::aim_queries(const cpu::Workers& builders) {
   const AttentionShape& shape = options_.shape;
   const std::uint32_t rows = options_.prompt_queries + options_.steps;
   const std::size_t row_size = std::size_t{shape.group()} * shape.head_dim;
-  cpu::Backend backend(builders);
   std::vector<float> out(std::size_t{shape.q_heads} * shape.head_dim);
   std::vector<float> lse(shape.q_heads);
   std::vector<AttendTask> tasks(shape.kv_heads);
@@ -97,7 +97,7 @@ void SyntheticLayer::aim_queries(const cpu::Workers& builders) {
       tasks[head].runs = others;
       tasks[head].out = {.out = &out[q_head * shape.head_dim], .lse = &lse[q_head]};
     }
-    backend.attend(tasks, shape, nullptr);
+    cpu::attend({.workers = builders}, tasks, shape);
     for (std::uint32_t head = 0; head < shape.q_heads; ++head) {
       const double share = std::max(options_.sinks[head % options_.sinks.size()], 1e-9);  // log(0) would not add up.
       const double score = lse[head] + std::log(share / (1.0 - share) / kSinks);

@@ -5,8 +5,8 @@
 
 #include <CLI/CLI.hpp>
 
-#include "cpu/backend/rates.hpp"
 #include "cpu/machine/topology.hpp"
+#include "cpu/threads/rates.hpp"
 #include "cpu/threads/workers.hpp"
 
 namespace sluice::tools {
