@@ -259,6 +259,22 @@ def test_vllm() -> None:
                          f"{ours['tokens_per_s'] / fitting['tokens_per_s']:.2f}"]
 
 
+def test_rates_of_vllm() -> None:
+    rows = [json.loads(line) for line in (DATA / "vllm_h200.jsonl").read_text().splitlines()]
+    served = {(row["label"], row["rate"]): row for row in rows if (row["what"], row.get("step")) == ("serve", "rate")}
+    assert all(row["failed"] == 0 for row in served.values())
+
+    def shown(rate: float, what: str) -> list[str]:
+        pairs = [[served[label, rate][f"{p}_{what}_ms"] for p in ("p50", "p99")] for label in ("own", "sluice")]
+        return ["; ".join(f"{ms:,.0f}" if ms >= 9.95 else f"{ms:.1f}" for ms in pair) for pair in pairs]
+
+    for rate, cells in table("docs/benchmarks.md", "requests/s | first token, vLLM").items():
+        assert cells == shown(float(rate), "ttft") + shown(float(rate), "tpot")
+    (long,) = [row for row in rows if (row.get("label"), row.get("step")) == ("sluice-512K-8b", "decode")]
+    assert (f"capped at 16 GiB of GPU memory: {long['ttft_s']:.0f} s to the first token, {long['ms_per_step']:.1f} ms per "
+            "token" in (ROOT / "docs/benchmarks.md").read_text())
+
+
 def test_papers_policies() -> None:
     shown = table("docs/benchmarks.md", "policy | 8K | x dense")
     assert len(shown) == 20
