@@ -179,7 +179,13 @@ sluice_engine_options default_options() {
 }
 
 sluice_engine_options read_options(const sluice_engine_options* options) {
-  return read_sized(options, kName, default_options());
+  sluice_engine_options read = read_sized(options, kName, default_options());
+  // A count without its array, as a caller's struct may end between them, says nothing of the array that is there.
+  if (options->struct_size < offsetof(sluice_engine_options, policies) + sizeof(read.policies)) {
+    read.policy_count = std::size(kPolicies);
+    read.policies = kPolicies;
+  }
+  return read;
 }
 
 EngineOptions to_engine(const sluice_engine_options& options) {

@@ -60,7 +60,8 @@ class Ledger {
     if (bytes > limit_ - used_)
       throw Error(Errc::out_of_capacity, "host device: asked for " + std::to_string(bytes) + " bytes, " +
                                              std::to_string(limit_ - used_) + " of " + std::to_string(limit_) +
-                                             " are free; raise memory_bytes or cache less near");
+                                             " are free; give it larger memory_bytes (in Python "
+                                             "device_bytes), or less near_bytes");
     used_ += bytes;
   }
   void refund(std::uint64_t bytes) noexcept {

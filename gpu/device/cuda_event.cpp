@@ -35,15 +35,17 @@ bool elapsed(cudaEvent_t from, cudaEvent_t to, Clock::duration& span) noexcept {
 Timeline::Timeline() : stream_(make_stream(0)), base_(make_event(cudaEventDefault)) {}
 
 bool Timeline::anchor() noexcept {
+  const Clock::time_point until = Clock::now() + kPatience;
   for (int tries = 0; tries < kAnchorTries; ++tries) {
+    base_at_ = {};
     const Clock::time_point before = Clock::now();
     if (cudaEventRecord(base_.get(), stream_.get()) != cudaSuccess) return false;
     while (cudaEventQuery(base_.get()) == cudaErrorNotReady) {
-      if (Clock::now() > before + kPatience) return false;
+      if (Clock::now() > until) return false;
     }
     const Clock::duration took = Clock::now() - before;
     base_at_ = before + took / 2;
-    if (took <= kNarrow) break;
+    if (took <= kNarrow || Clock::now() > until) break;
   }
   return true;
 }

@@ -48,8 +48,6 @@ def default_near_bytes(options: EngineOptions, tokens: int, own_bytes: int, memo
     useful = min(pages, options.sequences * -(-tokens // options.page_tokens))
     reserved = max(_LEAST_RESERVED, int(_RESERVED * memory.total))
     most = int(_TAKEN * max(0, memory.free - reserved - own_bytes))
-    if options.device_bytes:
-        most = min(most, options.device_bytes - own_bytes)
     promotions = _PROMOTIONS if options.promotions is None else options.promotions
     tables = _FAR_TABLE * pages * page_rows + planes * (_LISTS + _LISTED * promotions)
     fitting = max(0, most - tables) // (page + _NEAR_TABLE * page_rows)
@@ -64,6 +62,8 @@ def settle_near(options: EngineOptions, given: int | None, tokens: int, memory: 
     needed = options.memory_needed()
     if given is None:
         wanted = default_near_bytes(options.resolved(), tokens, needed.device, memory, share)
+        if options.device_bytes:
+            wanted = min(wanted, options.near_bytes_within(options.device_bytes))
         # Of sequences that are very long, a GPU cannot attend as many tokens near.
         for options.near_bytes in (wanted, wanted // 4, wanted // 16, wanted // 64, 0):
             with contextlib.suppress(Unsupported):

@@ -128,8 +128,15 @@ def layer_kinds(model: transformers.PreTrainedModel, config: Any, *, windows: bo
 
 
 def longest(config: Any) -> int:
-    """Tokens of the longest sequence that the model is made for."""
-    return getattr(config, "max_position_embeddings", None) or 1 << 17
+    """Tokens of the longest sequence that the model is made for. Positions that are scaled to more than the model was
+    trained with count as scaled."""
+    most = getattr(config, "max_position_embeddings", None) or 1 << 17
+    scaled = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for rope in (scaled, *scaled.values()):  # Of all layers, or by their kind.
+        if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("yarn", "dynamic"):
+            trained = rope.get("original_max_position_embeddings") or most
+            most = max(most, int(trained * (rope.get("factor") or 1)))
+    return most
 
 
 def hides_nothing(window: int, config: Any) -> bool:

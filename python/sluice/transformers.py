@@ -46,9 +46,10 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     beams, that live at once, in all caches; None: 16, or as many as a batch has that comes while no other cache has.
     `prefill_rows`: tokens of a prompt, over all rows of a batch, that go through the model's decoder at once; longer
     ones are read in pieces. `max_tokens`: of the longest sequence, which the engine has room for, as far as `host_bytes`
-    hold it; None: what the model is made for (max_position_embeddings, or 131,072). `options` are others of EngineOptions; without `near_bytes` the memory of a GPU for near
-    keys and values is chosen by what is free, and without `dense_tokens` policy `sluice` has DENSE_AUTO. What is
-    returned takes it back: `close()`, or `with`.
+    hold it; None: what the model is made for (max_position_embeddings, scaled as its positions are, or 131,072).
+    `options` are others of EngineOptions; without `near_bytes` the memory of a GPU for near keys and values is chosen
+    by what is free, and without `dense_tokens` policy `sluice` has DENSE_AUTO. What is returned takes it back:
+    `close()`, or `with`.
 
     Several tokens of a row in one call are taken for a part of its prompt and attend all that comes before them; single
     ones choose as the policy says.
@@ -67,6 +68,8 @@ def enable(model: transformers.PreTrainedModel, policy: str = "sluice", host_byt
     options.setdefault("dense_tokens", dense_tokens(policy, next(model.parameters()).device, ranks_of(model)))
 
     most = longest(model.config.get_text_config(decoder=True)) if max_tokens is None else max_tokens
+    if most < 1:
+        raise InvalidArgument(f"max_tokens is {most}; it must be at least 1, or None for what the model is made for")
 
     def made_for(rows: int) -> EngineOptions:
         return options_for(model, [policy], host_bytes, Bucket(rows, prefill_rows, rows, most), rows, options)

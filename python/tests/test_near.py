@@ -75,11 +75,15 @@ def test_nothing_where_little_is_free() -> None:
     assert default_near_bytes(options(host_bytes=19 * PAGE), CONTEXT, 0, H100) == 0
 
 
-def test_a_bound_of_the_device() -> None:
-    made = options(device="cuda", device_bytes=6 * GIB)
-    near = default_near_bytes(made, CONTEXT, 5 * GIB, H100)
-    assert 0 < near <= GIB - 4 * 32 * GIB // 512 and near < default_near_bytes(options(), CONTEXT, 5 * GIB, H100)
-    assert default_near_bytes(options(device="cuda", device_bytes=4 * GIB), CONTEXT, 5 * GIB, H100) == 0
+@pytest.mark.parametrize("more", [200_000, 1 << 20, 3_333_333])
+def test_a_bound_of_the_device(more: int) -> None:
+    made = sluice.EngineOptions(layers=2, q_heads=4, kv_heads=2, head_dim=64, host_bytes=8 << 20, threads=1,
+                                pin_threads=False)
+    made.device_bytes = dataclasses.replace(made, near_bytes=0).memory_needed().device + more
+    settle_near(made, None, CONTEXT, H100, SERVED_SHARE)
+    assert 0 < made.near_bytes <= more
+    with sluice.Engine(made) as engine:
+        assert engine.memory().device <= made.device_bytes
 
 
 def test_what_an_engine_would_take_is_what_it_takes() -> None:

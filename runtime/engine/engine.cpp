@@ -118,7 +118,7 @@ EngineSizes settled(EngineOptions& options, const EngineSizes& sizes, const Devi
   if (options.handover == Handover::stream && !device.stream_waits)
     throw Error(Errc::unsupported, "handover is stream, and streams of device '" + device.name +
                                        "' cannot wait for a word of memory by themselves; use device or host");
-  return settled(sizes, embedded);
+  return settled(sizes, embedded || options.handover != Handover::device);
 }
 
 /// The same for the embedded host device, without building one: it can do all that options may ask for.

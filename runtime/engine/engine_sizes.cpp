@@ -154,6 +154,12 @@ void require_served(const PolicySpec& policy, const EngineOptions& options, cons
   if (!reason.empty() && !servable(policy, options))
     throw Error(Errc::unsupported, "the engine cannot serve this policy: " + reason +
                                        "; engines serve policies such as `exact | int4 | top_p=0.95 | near=0`");
+  // Of another width or kind than those that there are, naming the policy makes none.
+  const std::uint32_t bits = scheduler::code_bits(policy);
+  const bool other_bits = bits != 0 && sizes.code_bits != 0 && bits != sizes.code_bits;
+  const bool other_digests = policy.uses(Source::pages) && sizes.digests && sizes.digests != policy.pages.digest;
+  if (!reason.empty() && (other_bits || other_digests))
+    throw Error(Errc::unsupported, "the engine has no room for this policy: " + reason);
   // What helps in a bucket does not help here.
   if (!reason.empty())
     throw Error(Errc::unsupported,

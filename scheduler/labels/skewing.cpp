@@ -1,5 +1,7 @@
 #include "scheduler/labels/skewing.hpp"
 
+// A name of its own: the library is linked into programs that may compile Eigen with other instructions.
+#define Eigen EigenSluice
 #include <Eigen/Eigenvalues>
 
 #include "scheduler/labels/key_blocks.hpp"

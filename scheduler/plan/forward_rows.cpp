@@ -282,7 +282,8 @@ std::string forward_unserved(const PolicySpec& spec, const Bucket& bucket, const
   if (std::string reason = dense ? "" : lacks(spec, bucket); !reason.empty()) return reason;
   if (spec.uses(Source::pages) && limits.digests != spec.pages.digest)
     return std::string("it ranks pages by their ") + name_of(spec.pages.digest) +
-           " digests; name it in EngineOptions::policies";
+           (limits.digests ? " digests, and the engine's are others; give it an engine of its own"
+                           : " digests; name it in EngineOptions::policies");
   const std::uint32_t bits = code_bits(spec);
   if (bits != 0 && limits.code_bits == 0)
     return "it chooses by copies of keys, and the engine keeps none beside scores of the caller; name it in "

@@ -61,14 +61,12 @@ void TaskGraph::add_plan() noexcept {
   if (kind_.promotes)
     add({.verb = Verb::fill,
          .stage = Stage::promote,
-         .lane = Lane::link,
          .queue = Queue::side,
          .reads = {R::placed},
          .writes = {R::filled},
          .awaits = {R::placed}});
   if (kind_.proposes)
     add({.verb = Verb::list_candidates,
-         .lane = Lane::cpu,
          .queue = Queue::workers,
          .reads = {R::plan, R::outcome},
          .writes = {R::candidates},
@@ -86,7 +84,6 @@ void TaskGraph::add_layer() noexcept {
   if (kind_.prefills) {
     add({.verb = Verb::gather,
          .stage = Stage::gather,
-         .lane = Lane::link,
          .reads = {R::keys},
          .writes = {R::gathered}});
     add({.verb = Verb::prefill,
@@ -153,14 +150,12 @@ void TaskGraph::add_workers() noexcept {
   if (kind_.ranks) asked.add(R::page_choice);
   add({.verb = Verb::choose_far,
        .stage = Stage::choose_far,
-       .lane = Lane::cpu,
        .queue = Queue::workers,
        .reads = asked,
        .writes = {R::far_choice},
        .awaits = {R::question}});
   add({.verb = Verb::attend_far,
        .stage = Stage::attend_far,
-       .lane = Lane::cpu,
        .queue = Queue::workers,
        .reads = {R::far_list, R::far_choice, R::queries, R::keys},
        .writes = {R::answer}});
@@ -192,7 +187,6 @@ void TaskGraph::add_far() noexcept {
     if (kind_.fetches_chosen && kind_.asks) fetched.add(waits ? R::far_choice : R::opened);
     add({.verb = Verb::fetch,
          .stage = Stage::fetch,
-         .lane = Lane::link,
          .stamped = true,
          .reads = fetched,
          .writes = {R::fetched_part},
@@ -212,7 +206,6 @@ void TaskGraph::add_far() noexcept {
   if (!kind_.audits) return;
   add({.verb = Verb::audit,
        .stage = Stage::audit,
-       .lane = Lane::link,
        .stamped = true,
        .reads = {R::queries, R::out, R::near_list, R::far_list, R::near_cache},
        .writes = {R::notes}});

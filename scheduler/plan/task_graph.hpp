@@ -109,7 +109,6 @@ class Resources {
 struct Task {
   Verb verb{};
   Stage stage = Stage::start;  ///< what it counts as, in plans and traces
-  Lane lane = Lane::device;    ///< that it spends its time on
   Queue queue = Queue::stream;
   bool stamped = false;  ///< its end is that of its stage, in a forward that is traced; `prefill` stamps `gather`
   bool beside = false;   ///< the rest of its layer does not wait for it: it may run in the launch of `merge`
@@ -154,7 +153,6 @@ class TaskGraph {
   [[nodiscard]] std::span<const Task> opening() const noexcept { return part(1); }
   [[nodiscard]] std::span<const Task> layer() const noexcept { return part(2); }
   [[nodiscard]] std::span<const Task> closing() const noexcept { return part(3); }
-  [[nodiscard]] std::span<const Task> tasks() const noexcept { return {tasks_.data(), ends_.back()}; }
 
  private:
   void add(const Task& task) noexcept { tasks_[ends_.back()++] = task; }

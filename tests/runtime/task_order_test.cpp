@@ -192,7 +192,7 @@ TEST_CASE("an engine enqueues what the graph of a forward has, in an order that 
   options.handover = handover;
   options.largest.audit = audit;
   options.largest.rehearsed = false;
-  make_room_for(parse_policy(policy), 160, options);
+  options.policies = {parse_policy(policy)};
   Engine engine(options, device);
   const Story story(kShape, 130, 5);
   Teller teller{.story = &story, .id = engine.begin(parse_policy(policy))};
@@ -226,7 +226,7 @@ TEST_CASE("an import, and rows of short sequences, are enqueued as their graphs 
   EngineOptions options = options_for(rig, 1, 6);
   options.largest.rehearsed = false;
   options.largest.prefill_rows = options.largest.prefills = 0;
-  options.cpu_sequences = options.cluster_sequences = 0;
+  options.policies = {parse_policy("exact | int4 | top_k=10 | near=0")};
   options.dense_tokens = 112;
   Engine engine(options, device);
   const Story story(kShape, 130, 5);

@@ -43,20 +43,18 @@ std::vector<ForwardKind> all_kinds() {
   return kinds;
 }
 
-/// Of a node, that it reads what nothing has written: no task before it, nor one of the forward before.
+/// Of a node, that it reads what no task before it has written, and neither the host nor the forward before.
 std::optional<std::string> unwritten(const ForwardTasks& tasks) {
-  Resources written{Resource::plan};  // The host's.
-  for (const TaskNode& node : tasks.nodes) {
-    for (std::uint32_t i = 0; i < kResources; ++i)
-      if (node.task.writes.has(static_cast<Resource>(i))) written.add(static_cast<Resource>(i));
-  }
+  Resources written{Resource::plan, Resource::near_cache, Resource::clusters, Resource::keys,
+                    Resource::arrivals, Resource::filled};
   for (const TaskNode& node : tasks.nodes) {
     for (std::uint32_t i = 0; i < kResources; ++i) {
       const auto resource = static_cast<Resource>(i);
-      const bool others = resource == Resource::out || resource == Resource::arrivals || resource == Resource::filled;
-      if (node.task.reads.has(resource) && !written.has(resource) && !others)
+      if (node.task.reads.has(resource) && !written.has(resource))
         return std::string(to_string(node.task.verb)) + " reads resource " + std::to_string(i);
     }
+    for (std::uint32_t i = 0; i < kResources; ++i)
+      if (node.task.writes.has(static_cast<Resource>(i))) written.add(static_cast<Resource>(i));
   }
   return std::nullopt;
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 from sluice import _structs as structs
 from sluice.errors import Error, InvalidArgument, Unsupported
-from sluice.options import EngineOptions, _refuse_scores, device_number
+from sluice.options import Bucket, EngineOptions, _refuse_scores, device_number
 from sluice.serving.process import Settings
 
 
@@ -37,6 +37,7 @@ _OTHERS = {"layers": "the model", "q_heads": "the model", "kv_heads": "the model
            "device": "--device", "host_bytes": "--host-bytes", "near_bytes": "--near-bytes",
            "policies": "--policy",
            "sequences": "--sequences", "largest": "--sequences and --prefill-rows"}
+_OF_SHAPES = {"value_dim", "windows"}  # They go with other numbers of a model.
 # One of these is in the name of a file of any tokenizer.
 _TOKENIZERS = ("token", "vocab", "merges", "spiece", "sentencepiece", "tekken", ".model", ".gguf")
 _SAID = {**_OTHERS, "kv_dtype": "--kv-dtype"}
@@ -240,6 +241,12 @@ def check_options(options: dict[str, Any], policy: str, said: str = "--option ",
             # Of words where numbers should be, and the like.
             raise InvalidArgument(f"{said}{name}: it may not be {shown(str(value))}") from None
     _refuse_scores(policy)
+    alike = {name: value for name, value in options.items() if name not in _OF_SHAPES}
+    try:
+        EngineOptions(layers=1, q_heads=1, kv_heads=1, head_dim=64, policies=[policy],
+                      largest=Bucket(decode_rows=1, max_tokens=1), **alike).resolved()
+    except InvalidArgument as reason:
+        raise InvalidArgument(f"{said}{reason}") from None
 
 
 def check_folder(model: str) -> None:
