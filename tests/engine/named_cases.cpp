@@ -137,7 +137,7 @@ TEST_CASE("copies of keys are of the width that policies name", "[engine][named]
   REQUIRE(few.sizes().code_bits == 3);
   (void)few.begin(parse_policy("exact | int3 | sample=12 | near=0"));
   require_refused([&] { (void)few.begin(parse_policy("sluice")); }, Errc::unsupported,
-                  {"3", "4", "EngineOptions::policies"});
+                  {"3", "4", "an engine of its own"});
   Engine scored(named(bare(rig), {"scores | top_k=9 | near=0"}), rig.device);
   REQUIRE(scored.sizes().code_bits == 0);
   REQUIRE(scored.options().largest.scores);
