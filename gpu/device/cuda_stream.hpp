@@ -22,8 +22,9 @@ class CudaStream : public Stream {
   [[nodiscard]] virtual ParamRing& params() noexcept = 0;
   /// Device memory for partial results of split work: private to the stream, so that verbs need not allocate, and
   /// free again when a verb's last kernel is done. The first kCounterBytes are zero, and every kernel that uses them
-  /// leaves them zero.
-  [[nodiscard]] virtual std::span<std::byte> scratch() const noexcept = 0;
+  /// leaves them zero. Allocated by the first call.
+  /// @throws Error{Errc::out_of_capacity}
+  [[nodiscard]] virtual std::span<std::byte> scratch() = 0;
   static constexpr std::uint64_t kCounterBytes = 64 * KiB;
   static constexpr std::uint64_t kScratchBytes = 32 * MiB;
   /// Fails the next event or flag of the stream with this reason, unless something failed before.

@@ -36,7 +36,7 @@ class QueueStream final : public CudaStream {
 
   [[nodiscard]] cudaStream_t handle() const noexcept override;
   [[nodiscard]] ParamRing& params() noexcept override { return lane_->ring; }
-  [[nodiscard]] std::span<std::byte> scratch() const noexcept override { return {lane_->scratch.get(), kScratchBytes}; }
+  [[nodiscard]] std::span<std::byte> scratch() override { return lane_->scratch_memory(); }
   void fail(const std::string& reason) noexcept override;
 
   /// As `copy`, on a path of the caller's choice.

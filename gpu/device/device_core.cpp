@@ -46,12 +46,19 @@ void Ledger::refund(std::uint64_t bytes) noexcept {
 Lane::Lane(int stream_priority, std::chrono::milliseconds timeout)
     : priority(stream_priority),
       stream(make_stream(stream_priority)),
-      scratch(make_device_memory(CudaStream::kScratchBytes, "allocate a stream's scratch memory")),
       ring(stream.get(), {.timeout = timeout + kRingPatience}),
       transfer(stream.get(), ring),
       words(make_pinned_memory(kWordBytes, "pin a stream's words")) {
   std::memset(words.get(), 0, kWordBytes);
-  check(cudaMemsetAsync(scratch.get(), 0, CudaStream::kScratchBytes, stream.get()), "clear a stream's scratch memory");
+}
+
+std::span<std::byte> Lane::scratch_memory() {
+  if (scratch == nullptr) {
+    DeviceMemory made = make_device_memory(CudaStream::kScratchBytes, "allocate a stream's scratch memory");
+    check(cudaMemsetAsync(made.get(), 0, CudaStream::kScratchBytes, stream.get()), "clear a stream's scratch memory");
+    scratch = std::move(made);
+  }
+  return {scratch.get(), CudaStream::kScratchBytes};
 }
 
 DeviceCore::DeviceCore(const CudaDeviceOptions& options, std::uint64_t limit)

@@ -40,11 +40,13 @@ struct Lane {
 
   int priority;
   StreamHandle stream;
-  DeviceMemory scratch;
+  DeviceMemory scratch;  ///< none until `scratch_memory` is called
   ParamRing ring;
   Transfer transfer;
   PinnedMemory words;             ///< the first is the ticket of the last wait that the stream got to
   std::uint64_t next_ticket = 1;  ///< rises over the lane's whole life
+  /// @throws Error{Errc::out_of_capacity}
+  [[nodiscard]] std::span<std::byte> scratch_memory();
   [[nodiscard]] std::uint64_t* arrived() const noexcept { return reinterpret_cast<std::uint64_t*>(words.get()); }
 };
 

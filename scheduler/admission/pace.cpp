@@ -9,13 +9,13 @@
 namespace sluice::scheduler {
 namespace {
 
-constexpr std::size_t kMost = 6;
+constexpr std::size_t kMostTerms = 6;
 constexpr std::size_t kTokens = 2;  // The term of chunk_tokens.
 /// Terms before it are the likelier ones. While chunks were all alike, their time may be of their tokens or of their
 /// being there; then it is of their tokens, as one who took it the other way round would make them as long as can be.
 constexpr std::size_t kPlain = 4;
-using Values = std::array<double, kMost>;
-using Matrix = std::array<Values, kMost>;
+using Values = std::array<double, kMostTerms>;
+using Matrix = std::array<Values, kMostTerms>;
 
 double product(const Values& coefficients, const Values& terms) noexcept {
   return std::inner_product(coefficients.begin(), coefficients.end(), terms.begin(), 0.0);
@@ -25,25 +25,25 @@ double product(const Values& coefficients, const Values& terms) noexcept {
 Values solved(const Matrix& products, const Values& wanted, unsigned used) noexcept {
   Matrix rows = products;
   Values right = wanted;
-  for (std::size_t i = 0; i < kMost; ++i) {
+  for (std::size_t i = 0; i < kMostTerms; ++i) {
     if ((used >> i & 1) == 0) continue;
     rows[i][i] += (i < kPlain ? 1e-9 : 1e-3) * (products[i][i] + 1e-300);
   }
   // Without exchanging rows: the matrix is symmetric and positive.
-  for (std::size_t pivot = 0; pivot < kMost; ++pivot) {
+  for (std::size_t pivot = 0; pivot < kMostTerms; ++pivot) {
     if ((used >> pivot & 1) == 0) continue;
-    for (std::size_t row = pivot + 1; row < kMost; ++row) {
+    for (std::size_t row = pivot + 1; row < kMostTerms; ++row) {
       if ((used >> row & 1) == 0 || rows[pivot][pivot] == 0.0) continue;
       const double factor = rows[row][pivot] / rows[pivot][pivot];
-      for (std::size_t column = pivot; column < kMost; ++column) rows[row][column] -= factor * rows[pivot][column];
+      for (std::size_t column = pivot; column < kMostTerms; ++column) rows[row][column] -= factor * rows[pivot][column];
       right[row] -= factor * right[pivot];
     }
   }
   Values values{};
-  for (std::size_t row = kMost; row-- > 0;) {
+  for (std::size_t row = kMostTerms; row-- > 0;) {
     if ((used >> row & 1) == 0 || rows[row][row] == 0.0) continue;
     double rest = right[row];
-    for (std::size_t column = row + 1; column < kMost; ++column) rest -= rows[row][column] * values[column];
+    for (std::size_t column = row + 1; column < kMostTerms; ++column) rest -= rows[row][column] * values[column];
     values[row] = rest / rows[row][row];
   }
   return values;
@@ -51,7 +51,7 @@ Values solved(const Matrix& products, const Values& wanted, unsigned used) noexc
 
 /// All sets of terms but the empty one, a bit each, those of few terms first.
 constexpr auto kSubsets = [] {
-  std::array<unsigned, (1u << kMost) - 1> sets{};
+  std::array<unsigned, (1u << kMostTerms) - 1> sets{};
   std::iota(sets.begin(), sets.end(), 1u);
   // By insertion: stable, and sorted when this is compiled.
   for (std::size_t i = 1; i < sets.size(); ++i) {
@@ -70,9 +70,9 @@ Values solved_at_or_above_0(const Matrix& products, const Values& wanted) noexce
     const Values values = solved(products, wanted, used);
     if (std::ranges::any_of(values, [](double value) { return !(value >= 0.0); })) continue;
     double error = 0.0;
-    for (std::size_t row = 0; row < kMost; ++row) {
+    for (std::size_t row = 0; row < kMostTerms; ++row) {
       error -= 2.0 * values[row] * wanted[row];
-      for (std::size_t column = 0; column < kMost; ++column)
+      for (std::size_t column = 0; column < kMostTerms; ++column)
         error += values[row] * products[row][column] * values[column];
     }
     if (error < least - 1e-9 * std::abs(least)) {  // Of two that are as good the one with fewer terms.

@@ -16,7 +16,7 @@ inline constexpr std::uint32_t kWeightCodes = 20 * kWeightsPerOctave;
 /// Codes that a score is below the largest, by its distance from it.
 inline constexpr float kWeightsPerNat = std::numbers::log2e_v<float> * kWeightsPerOctave;
 
-namespace detail {
+namespace weight_table {
 
 consteval std::array<float, kWeightCodes> all_weights() {
   constexpr double kEighth = 0.91700404320467123174;  // 2^(-1/8)
@@ -30,9 +30,9 @@ consteval std::array<float, kWeightCodes> all_weights() {
   return weights;
 }
 
-}  // namespace detail
+}  // namespace weight_table
 
-inline constexpr std::array<float, kWeightCodes> kWeights = detail::all_weights();
+inline constexpr std::array<float, kWeightCodes> kWeights = weight_table::all_weights();
 
 /// The nearest code of a weight e^-below of the largest; kWeightCodes if it is none. NaN is none.
 [[nodiscard]] inline std::uint32_t weight_code(float below) noexcept {

@@ -51,6 +51,7 @@ void HostStages::append(std::span<const AppendTask> tasks, const PageLayout& lay
     std::byte* const k = task.page + task.first_row * layout.row_bytes();
     auto* const scales = const_cast<float*>(cpu::scales_in(layout, task.page, task.first_row));
     append_half(host_.kernels, task, layout, task.k, k, scales);
+    if (layout.latent) continue;  // The value is a part of the key.
     append_half(host_.kernels, task, layout, task.v, k + layout.half_bytes(), scales == nullptr ? nullptr : scales + 1);
   }
 }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -25,6 +27,9 @@ _OTHERS = {**dict.fromkeys(("layers", "q_heads", "kv_heads", "head_dim", "scale"
            "largest": "--max-num-seqs, --max-num-batched-tokens and --max-model-len", "window_slack": "Sluice",
            "policies": "policy", "prefix_bytes": "--enable-prefix-caching"}
 _PREFIXES = "enable_prefix_caching"  # What vLLM's own option of this name said.
+# Policies that are not alike in all layers: presets by name, and what makes others so.
+_BY_LAYER = re.compile(r"\b(quest|twilight|arkvale|adamas|infinigen|magicpig|pyramidkv)\b|\b(dense|pyramid)\s*=\s*[1-9]"
+                       r"|\bevery\s*=\s*([2-9]|1\d)")
 _KV_DTYPES = ("auto", "float16", "bfloat16")
 
 
@@ -108,7 +113,13 @@ def refuse(config: Any, settings: Settings) -> None:
     if settings.disk is not None:
         _refuse_disk(config, settings)
     parallel, attention = config.parallel_config, config.attention_config
+    stages = parallel.pipeline_parallel_size
     for wrong, what, remedy in (
+        (stages > 1 and _BY_LAYER.search(settings.policy) is not None, f"policy {settings.policy} with pipeline "
+         "parallelism: it treats the first layers of a model apart, and each rank would do so with its own",
+         "give a policy that is the same in all layers, such as sluice"),
+        (parallel.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND,
+         "vLLM's older executor of Ray, which passes the worker by", "leave VLLM_USE_RAY_V2_EXECUTOR_BACKEND out"),
         (config.speculative_config is not None, "speculative decoding, whose lengths are upper bounds when a forward "
          "is planned", "leave --speculative-config out"),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism (DCP)",

@@ -12,7 +12,7 @@ PROMPTS = prompts(5, 40, 100)
 LATER = prompts(17, 33, seed=2)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(False, marks=pytest.mark.nightly), True], ids=["one", "two"])
+@pytest.fixture(scope="module", params=[False, True], ids=["one", "two"])
 def engine(request: pytest.FixtureRequest, model_of: Callable[[str], Path]) -> Iterator[Engine]:
     """With one forward under way, or two. All tests of this file have it: one that ends takes along what vLLM keeps for
     all engines of a process."""

@@ -94,6 +94,29 @@ def test_configurations_of_other_machines(llama: Path, part: str, name: str, val
         adapt(config)
 
 
+@pytest.mark.parametrize(("policy", "served"), [
+    ("quest", False), ("magicpig", False), ("pyramidkv", False), ("exact | int4 | top_k=9 | near=0 | dense=2", False),
+    ("snapshot:pyramid=20 | top_k=all | near=0", False), ("lsh | sampled | near=0,sinks=4 | dense=0,every=16", False),
+    ("sluice", True), ("exact | int4 | top_k=9 | near=0 | dense=0", True), ("streaming", True)])
+def test_policies_of_a_pipeline_are_alike_in_all_layers(llama: Path, policy: str, served: bool) -> None:
+    config = configured(llama, {"policy": policy})
+    config.parallel_config.pipeline_parallel_size = 2
+    if served:
+        adapt(config)
+    else:
+        with pytest.raises(REFUSED, match="pipeline parallelism.*same in all layers"):
+            adapt(config)
+
+
+def test_the_older_executor_of_ray(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(llama, {})
+    config.parallel_config.distributed_executor_backend = "ray"
+    adapt(config)
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    with pytest.raises(REFUSED, match="older executor of Ray"):
+        adapt(config)
+
+
 def test_latent_attention(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(llama, {})
     monkeypatch.setattr("vllm.config.ModelConfig.use_mla", True)

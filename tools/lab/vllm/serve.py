@@ -145,7 +145,7 @@ def bench(wants: argparse.Namespace, url: str, rate: str, requests: int, seconds
     try:
         with contextlib.redirect_stdout(said):
             found = asyncio.run(asyncio.wait_for(main_async(words), max(1.0, seconds)))
-    except TimeoutError:
+    except asyncio.TimeoutError:
         raise RuntimeError(f"vllm bench serve: {requests} requests were not answered in {seconds:.0f} s; give fewer "
                            "--rates, or a larger --limit") from None
     if found["completed"] != requests:
