@@ -45,8 +45,9 @@ std::vector<ForwardKind> all_kinds() {
 
 /// Of a node, that it reads what no task before it has written, and neither the host nor the forward before.
 std::optional<std::string> unwritten(const ForwardTasks& tasks) {
+  // A model begins its first layer without the outputs of one before.
   Resources written{Resource::plan, Resource::near_cache, Resource::clusters, Resource::keys,
-                    Resource::arrivals, Resource::filled};
+                    Resource::arrivals, Resource::filled, Resource::out};
   for (const TaskNode& node : tasks.nodes) {
     for (std::uint32_t i = 0; i < kResources; ++i) {
       const auto resource = static_cast<Resource>(i);
