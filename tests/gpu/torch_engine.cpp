@@ -55,7 +55,7 @@ int engine_new(const engine_sizes* sizes, const char* policies, std::uint32_t to
   return guarded([&] {
     const AttentionShape shape{
         .layers = sizes->layers, .q_heads = sizes->q_heads, .kv_heads = sizes->kv_heads, .head_dim = sizes->head_dim};
-    EngineOptions options{.shape = shape, .largest = {.decode_rows = sizes->rows}};
+    EngineOptions options{.shape = shape, .largest = {.decode_rows = sizes->rows, .max_tokens = tokens}};
     const std::uint64_t block = PageLayout{.head_dim = shape.head_dim}.page_bytes() * shape.layers * shape.kv_heads;
     options.host_bytes = sizes->blocks * block;
     options.near_bytes = sizes->near_blocks * block;
