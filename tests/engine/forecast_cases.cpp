@@ -94,10 +94,11 @@ TEST_CASE("a share of the mass is the CPU's choice where the bucket has no room 
           "[engine][forecast]") {
   const EngineRig rig = engine_rig();
   const Story story = story_of(rig, 200, 67);
-  EngineOptions options = forecasting(rig, 1, 9, true);
+  EngineOptions options = forecasting(rig, 1, 9, false);
   options.largest.unbounded = false;
+  options.policies = {parse_policy(kAhead)};
   const Said got = say(rig, story, parse_policy(kShare), 180, options);
-  options.policies.pop_back();
+  options.policies = {parse_policy(kPlain)};
   require_same(rig, got, say(rig, story, parse_policy(kShare), 180, options));
   REQUIRE(got.stats.estimated == 0);
 }

@@ -93,7 +93,7 @@ TEST_CASE("drafts that are verified together take the pages that all of their he
   Teller teller{.story = &story, .id = engine.begin(parse_policy(std::string(kPages) + " | progressive=1"))};
   import_story(engine, rig, teller, 240);
   ForwardTensors tensors(*rig.device, kShape, kDrafts);
-  Bucket bucket = options.largest;
+  Bucket bucket = engine.options().largest;
   bucket.prefill_rows = bucket.prefills = 0;
   while (teller.at + kDrafts <= story.tokens()) {
     for (std::uint32_t i = 0; i < kDrafts; ++i) tensors.set(i, story, teller.at + i);

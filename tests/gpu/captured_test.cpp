@@ -49,7 +49,7 @@ std::vector<float> decode(const EngineRig& rig, const AttentionShape& shape, con
   // The key and value of one row come in beside the scores of the others.
   const bool appends_apart = rows != 1 || !gpu::TunedHeadDims::has(shape.head_dim);
   const std::size_t kernels = 3 + (appends_apart ? 1 : 0) + (promotes_apart ? 1 : 0) + (attends_apart ? 1 : 0);
-  if (graph && !chooses_here && !clusters && !options.largest.pages)
+  if (graph && !chooses_here && !clusters && !engine.options().largest.pages)
     REQUIRE(graph->nodes() == 2 + kernels * shape.layers);
   std::vector<Teller> tellers;
   std::vector<SequenceId> ids;

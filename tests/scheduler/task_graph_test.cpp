@@ -47,7 +47,7 @@ std::vector<ForwardKind> all_kinds() {
 std::optional<std::string> unwritten(const ForwardTasks& tasks) {
   // A model begins its first layer without the outputs of one before.
   Resources written{Resource::plan, Resource::near_cache, Resource::clusters, Resource::keys,
-                    Resource::arrivals, Resource::filled, Resource::out};
+                    Resource::arrivals, Resource::filled, Resource::out, Resource::outcome};
   for (const TaskNode& node : tasks.nodes) {
     for (std::uint32_t i = 0; i < kResources; ++i) {
       const auto resource = static_cast<Resource>(i);
