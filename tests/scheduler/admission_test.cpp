@@ -133,6 +133,7 @@ TEST_CASE("an engine's options are those of its admission", "[admission]") {
                        .page_tokens = 8,
                        .kv_dtype = DType::f16,
                        .host_bytes = 5 * 3 * 2 * 2 * 8 * 64 * 2 + 1,
+                       .policies = {parse_policy("lfps")},
                        .largest = {.decode_rows = 7, .prefill_rows = 30, .prefills = 2, .max_tokens = 24},
                        .sequences = 9,
                        .cpu_sequences = 1};
@@ -140,6 +141,8 @@ TEST_CASE("an engine's options are those of its admission", "[admission]") {
   CHECK(options.pages == 5);
   CHECK((options.decode_rows == 7 && options.prefill_rows == 30 && options.prefills == 2 && options.sequences == 9));
   CHECK((options.cpu_sequences == 1 && options.page_tokens == 8 && options.max_tokens == 24));
+  engine.policies = {parse_policy("sluice")};
+  CHECK(admission_options(engine).cpu_sequences == 0);
   engine.host_bytes = 6143;
   check_fails([&] { (void)admission_options(engine); }, Errc::invalid_argument, "takes 12288");
 }
