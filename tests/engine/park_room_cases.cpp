@@ -47,6 +47,7 @@ TEST_CASE("what does not fit is not resumed, and changes nothing", "[engine][par
   refused_by(changed, Errc::out_of_capacity);
   changed = options;
   changed.largest.top_k = false;
+  changed.policies = {parse_policy("all")};
   refused_by(changed, Errc::unsupported);
   changed = options;
   changed.sequences = changed.cpu_sequences = changed.cluster_sequences = 1;

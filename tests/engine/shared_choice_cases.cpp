@@ -19,11 +19,11 @@ TEST_CASE("threads that have nothing to choose for help one that has, and it cho
   options.shape = kOne;
   options.host_bytes = 300 * block_bytes(options);
   options.largest.unbounded = options.largest.trace = true;
-  options.cpu_sequences = 1;
+  options.policies = {parse_policy("exact | top_k=10 | near=0,sinks=2,recent=6")};
   const auto tell = [&](std::uint32_t threads) {
     options.threads = threads;
     Engine engine(options, rig.device);
-    Teller teller{.story = &story, .id = engine.begin(parse_policy("exact | top_k=10 | near=0,sinks=2,recent=6"))};
+    Teller teller{.story = &story, .id = engine.begin(options.policies.front())};
     import_story(engine, rig, teller, kPrompt);
     ForwardTensors tensors(*rig.device, kOne, 1);
     std::vector<std::vector<float>> out;
