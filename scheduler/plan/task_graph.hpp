@@ -97,7 +97,6 @@ class Resources {
   constexpr void add(Resource resource) noexcept { bits_ |= bit(resource); }
   constexpr void remove(Resource resource) noexcept { bits_ &= ~bit(resource); }
   [[nodiscard]] constexpr bool has(Resource resource) const noexcept { return (bits_ & bit(resource)) != 0; }
-  friend constexpr bool operator==(const Resources&, const Resources&) = default;
 
  private:
   [[nodiscard]] static constexpr std::uint32_t bit(Resource resource) noexcept {
@@ -184,7 +183,6 @@ struct TaskEdge {
   std::uint32_t from = 0;  ///< nodes; lower than `to`
   std::uint32_t to = 0;
   Resource by{};
-  friend constexpr bool operator==(const TaskEdge&, const TaskEdge&) = default;
 };
 
 /// A forward of so many layers: nodes in their order, and edges in that of `to`.
