@@ -172,6 +172,15 @@ TEST_CASE("an older caller gets what it knows, and no byte more", "[capi][versio
               SLUICE_INVALID_ARGUMENT, {"does not go with the bucket"});
 }
 
+TEST_CASE("a count without its array, where a caller's struct ends, says nothing", "[capi][versions]") {
+  sluice_engine* engine = nullptr;
+  auto options = small_options();
+  options.struct_size = offsetof(sluice_engine_options, policies);
+  options.policy_count = 3;
+  REQUIRE(sluice_engine_create(&options, &engine) == SLUICE_OK);
+  sluice_engine_destroy(engine);
+}
+
 TEST_CASE("elements of an array have one size", "[capi][versions]") {
   const SmallEngine small;
   sluice_plan_item items[2] = {small.item(), small.item()};

@@ -84,6 +84,8 @@ def test_a_server_ends_when_it_is_told(start: Callable[..., Server]) -> None:
     (["--model", "/nonexistent/model"], 2, "there is no folder /nonexistent/model"),
     (["--policy", "bogus"], 2, 'policy "bogus"'),
     (["--option", "page_tokens=abc"], 2, "--option page_tokens is 'abc'; it must be a whole number"),
+    (["--option", "page_tokens=7"], 2, "page_tokens is 7; it must be a power of two in [8, 256]"),
+    (["--option", "pin_threads=5"], 2, "pin_threads is 5; it must be 0 or 1"),
     (["--option", "near_bytes=4096"], 2, "--option near_bytes: --near-bytes sets it"),
     (["--near-bytes", "much"], 2, '"much" is no size'),
     (["--option", "windows=[16]"], 2, "--option windows: the model sets it"),

@@ -6,17 +6,29 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import sluice
 import torch
 import transformers
+from sluice._transformers_support import longest
 from sluice.transformers import enable
 from test_families import FAMILIES, SLIDING
 from tiny import (KV, ON_CPU, TOLERANCE, Served, assistant_of, enabled, fail_in, greedy, left_padded, llama, model_of,
                   prompt)
 
 ROWS = 24  # prefill_rows: a batch of three has pieces of 8 columns.
+
+
+@pytest.mark.parametrize(("rope", "tokens"), [
+    ({}, 4096), ({"rope_type": "default"}, 4096), ({"rope_type": "yarn", "factor": 4.0}, 16384),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+    ({"full_attention": {"rope_type": "dynamic", "factor": 2.0}, "sliding_attention": {"rope_type": "default"}}, 8192),
+    ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 4096)])
+def test_positions_that_are_scaled_are_counted(rope: dict[str, object], tokens: int) -> None:
+    for name in ("rope_parameters", "rope_scaling"):
+        assert longest(SimpleNamespace(max_position_embeddings=4096, **{name: rope})) == tokens
 
 
 def served_of(model: transformers.PreTrainedModel, **options: object) -> Iterator[Served]:
